@@ -1,0 +1,1 @@
+"""ROOM 9. Numbers, each with its conditions. Start at report.py."""

@@ -1,0 +1,168 @@
+"""The one small interface between the network and the arithmetic.
+
+A layer is five stages: `project` -> (`attend` | `delta`) -> `add_linear` -> `gate_up` -> `add_linear`. The first axis of
+every activation is rows (one row = one token of one sequence). `begin(batch)` tells phase, positions, slots and blocks of
+the calls that follow. Every method may be asynchronous except those that say "waits".
+
+Rules for a backend:
+
+- A row's bits depend on its sequence's prefix, its position and the phase, never on its company or on where a chunk
+  began: row-family phases compute each row alike for 1 to 16 rows; "prefill" works in tiles at fixed absolute positions.
+- Norms stand in the prologue of `project`, `gate_up` and `head`; residual additions in `add_linear`.
+- Shapes and dtypes are checked before anything is launched; errors are `Q27Error`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from q27app.kernels.batch import Batch, Sampled, SamplingRows
+
+if TYPE_CHECKING:
+    from q27app.weights.container import Tensor
+
+
+class Buffer(Protocol):
+    """An array that lives where the backend computes. shape[0] is rows; `rows(n)` is a view of the first n."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    name: str
+
+    def rows(self, count: int) -> "Buffer": ...
+
+
+class Weight(Protocol):
+    """One row list [rows, cols] ready for `project`, `gate_up`, `add_linear` or `head`; or a small float32 vector."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class LayerGeometry(Protocol):
+    """What the stages need of `model.config.ModelConfig` (duck-typed so that kernels does not import model)."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    delta_key_heads: int
+    delta_value_heads: int
+    delta_head_dim: int
+    conv_width: int
+    norm_eps: float
+
+
+class State(Protocol):
+    """Everything that belongs to sequences: recurrent slots and KV blocks. Owned by the engine thread.
+
+    A slot holds, for one sequence, the convolution window and the delta state of every delta layer and the
+    post-final-norm hidden row of the last computed position (input of the MTP layer). A block holds keys and values of 64
+    positions of every attention layer, the MTP layer's included.
+    """
+
+    num_slots: int
+    num_blocks: int
+    slot_bytes: int
+    block_bytes: int
+
+    def clear_slot(self, slot: int) -> None: ...
+    def copy_slot(self, source: int, target: int) -> None: ...
+    def copy_block(self, source: int, target: int) -> None: ...
+    def export_slot(self, slot: int) -> np.ndarray:
+        """uint8 [slot_bytes]; waits."""
+        ...
+    def import_slot(self, slot: int, data: np.ndarray) -> None: ...
+    def export_blocks(self, blocks: Sequence[int]) -> np.ndarray:
+        """uint8 [n, block_bytes]; waits."""
+        ...
+    def import_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None: ...
+
+
+class Replay(Protocol):
+    """A recorded pass: a CUDA graph, or on NumPy the function itself. Calling it runs the pass again."""
+
+    def __call__(self) -> None: ...
+
+
+class Backend(Protocol):
+    name: str
+    """"numpy" or "cuda"."""
+
+    # memory
+    def free_bytes(self) -> int: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any, name: str) -> Buffer: ...
+    def upload(self, array: np.ndarray, name: str = "") -> Buffer: ...
+    def download(self, buffer: Buffer) -> np.ndarray:
+        """Waits."""
+        ...
+    def load(self, tensors: "Sequence[Tensor]") -> Weight:
+        """One row list: the tensors' rows one after the other ([out, in] each, equal columns). A [n] float32 tensor
+        alone gives a vector. The backend repacks as it likes; the tensors may be unmapped afterwards."""
+        ...
+    def allocate_state(
+        self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str,
+        num_slots: int, num_blocks: int, max_record_rows: int,
+    ) -> State: ...
+    def record(self, run: Callable[[], None]) -> Replay: ...
+    def close(self) -> None: ...
+
+    # the network: x is the residual stream, float32 [rows, hidden]
+    def begin(self, batch: Batch, state: State) -> None: ...
+    def embed(self, weight: Weight, x: Buffer) -> None:
+        """x = rows of the embedding for batch.tokens."""
+        ...
+    def project(self, norm: Weight, weight: Weight, x: Buffer, y: Buffer) -> None:
+        """A: y = rms_norm(x; norm) @ weight.T"""
+        ...
+    def attend(self, y: Buffer, layer: Any, o: Buffer) -> None:
+        """B: y [rows, 2 A D + 2 G D] = per head (query, gate), then keys, then values. q/k norm, RoPE, KV write,
+        causal attention, output gate; o [rows, A D]. `layer` is a model.weights.AttentionLayer: q_norm, k_norm (Weights),
+        kv_index (which KV layer of the state), first_position (0; 1 in the MTP layer: there is no key at position 0, and a
+        row that sees no key gets zeros)."""
+        ...
+    def delta(self, y: Buffer, layer: Any, o: Buffer) -> None:
+        """B: y [rows, C + Nv Dv + 2 Nv] = qkv, z, beta, alpha inputs (in .q27 head order). Convolution, gates, delta rule,
+        gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, norm, delta_index."""
+        ...
+    def add_linear(self, weight: Weight, h: Buffer, x: Buffer) -> None:
+        """C and E: x += h @ weight.T"""
+        ...
+    def gate_up(self, norm: Weight, weight: Weight, x: Buffer, h: Buffer) -> None:
+        """D: n = rms_norm(x; norm); h = silu(n @ G.T) * (n @ U.T); weight holds the rows of G, then those of U."""
+        ...
+    def head(self, norm: Weight, weight: Weight, x: Buffer, final: Buffer, logits: Buffer) -> None:
+        """final [rows, hidden] = rms_norm(x; norm) for all rows; logits [n, vocab] = final[batch.logit_rows] @ weight.T."""
+        ...
+    def previous_hidden(self, final: Buffer, hidden: Buffer) -> None:
+        """hidden[row] = final[row - 1], and for the first row of a sequence the hidden row kept in its slot. Then, unless
+        the pass is deferred, the last row of `final` of each sequence is kept in its slot; a deferred pass leaves that to
+        `commit`, which keeps final[accepted - 1]."""
+        ...
+    def mtp_input(self, enorm: Weight, hnorm: Weight, weight: Weight, embed: Weight, hidden: Buffer, x: Buffer) -> None:
+        """x = [rms_norm(embed[batch.tokens]; enorm) ; rms_norm(hidden; hnorm)] @ weight.T (embedding half first)."""
+        ...
+    def slot_hidden(self, hidden: Buffer) -> None:
+        """hidden[row] = the hidden row kept in the slot of the row's sequence (first draft of a chain)."""
+        ...
+    def commit(self, accepted: np.ndarray | None = None) -> None:
+        """After a deferred pass: fold the first accepted[i] rows of sequence i into its slot, bit for bit as if they had
+        been decoded one by one. None: use what `accept` left on the device."""
+        ...
+
+    # choosing tokens
+    def sample(self, logits: Buffer, rows: SamplingRows) -> None: ...
+    def accept(self) -> None:
+        """Compare each sequence's drafts (the batch's tokens after the first of each sequence) with the sampled rows:
+        accepted = 1 + longest agreeing run."""
+        ...
+    def result(self) -> Sampled:
+        """The one small download of a step; waits."""
+        ...
