@@ -1,0 +1,92 @@
+"""A pass over the whole network: embed, layers, final norm, logits of the wanted rows; and the draft layer's passes.
+
+The model owns its activation buffers and nothing else; sequences live in the `State` that the caller passes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from q27app.errors import Q27Error
+from q27app.kernels.backend import Backend, Buffer, State
+from q27app.kernels.batch import BLOCK_POSITIONS, Batch
+from q27app.model.config import ModelConfig
+from q27app.model.layers import Scratch, run_layer
+from q27app.model.mtp import MtpPass
+from q27app.model.weights import ModelWeights, bind_weights
+from q27app.weights.container import Container
+
+
+class Model:
+    """The network on a backend. max_rows: most rows of a pass; max_logit_rows: most logit rows of a pass."""
+
+    def __init__(
+        self, backend: Backend, config: ModelConfig, weights: ModelWeights, max_rows: int, max_logit_rows: int
+    ) -> None:
+        self.backend, self.config, self.weights = backend, config, weights
+        self.max_rows, self.max_logit_rows = max_rows, max_logit_rows
+        self.scratch = Scratch.allocate(backend, config, max_rows)
+        self.x = backend.empty((max_rows, config.hidden_size), "float32", "residual")
+        self.final_rows = backend.empty((max_rows, config.hidden_size), "float32", "final")
+        self.logit_rows = backend.empty((max_logit_rows, config.vocab_size), "float32", "logits")
+        self.mtp = MtpPass(backend, config, weights.mtp, self.scratch, max_rows) if weights.mtp else None
+        self.final: Buffer = self.final_rows.rows(0)
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.mtp is not None
+
+    def allocate_state(self, kv_format: str, num_slots: int, num_blocks: int, max_record_rows: int) -> State:
+        """Slots and KV blocks for this model. max_record_rows: most rows of one deferred pass."""
+        return self.backend.allocate_state(
+            self.config, self.config.num_delta_layers, self.config.num_kv_layers, kv_format,
+            num_slots, num_blocks, max_record_rows,
+        )
+
+    def forward(self, batch: Batch, state: State, warm_mtp: bool = True) -> Buffer:
+        """Run the rows of the batch. Returns logits [len(batch.logit_rows), vocab] float32, valid until the next pass.
+
+        warm_mtp: also write the draft layer's keys and values for these rows (pairs of the hidden row before and the
+        row's token), so that drafts may start at their end. `self.final` is [rows, hidden] after the final norm.
+        """
+        self._check(batch)
+        backend, weights = self.backend, self.weights
+        rows = batch.num_rows
+        x = self.x.rows(rows)
+        self.final = self.final_rows.rows(rows)
+        logits = self.logit_rows.rows(len(batch.logit_rows))
+        backend.begin(batch, state)
+        backend.embed(weights.embed, x)
+        for layer in weights.layers:
+            run_layer(backend, layer, x, self.scratch)
+        backend.head(weights.final_norm, weights.head, x, self.final, logits)
+        if self.mtp is not None:
+            self.mtp.warm(self.final, compute=warm_mtp)
+        return logits
+
+    def draft(self, batch: Batch, state: State, first: bool) -> Buffer:
+        """One draft step of the MTP layer, a row a sequence: the row's token stands at the row's position.
+
+        first: the hidden rows come from the slots (last computed position); else from the previous draft step's rows.
+        Returns logits [rows, vocab] of the token after.
+        """
+        if self.mtp is None:
+            raise Q27Error(f"{self.config.name} has no draft layer (qwen35.nextn_predict_layers is 0).")
+        self._check(batch)
+        self.backend.begin(batch, state)
+        return self.mtp.draft(batch.num_rows, first, self.logit_rows.rows(len(batch.logit_rows)))
+
+    def _check(self, batch: Batch) -> None:
+        assert 0 < batch.num_rows <= self.max_rows, (batch.num_rows, self.max_rows)
+        assert len(batch.logit_rows) <= self.max_logit_rows, (len(batch.logit_rows), self.max_logit_rows)
+
+
+def load_model(
+    backend: Backend, container: Container, max_rows: int, max_logit_rows: int = BLOCK_POSITIONS,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Read the geometry, check and load every tensor, allocate activations. Raises ModelError before any upload."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
+    config = ModelConfig.from_metadata(container.metadata, shapes)
+    weights = bind_weights(backend, config, container, progress)
+    return Model(backend, config, weights, max_rows, max_logit_rows)
