@@ -122,8 +122,8 @@ class Backend(Protocol):
     def project(self, norm: Weight, weight: Weight, x: Buffer, y: Buffer) -> None:
         """A: y = rms_norm(x; norm) @ weight.T"""
         ...
-    def attend(self, y: Buffer, layer: Any, o: Buffer) -> None:
-        """B: y [rows, 2 A D + 2 G D] = per head (query, gate), then keys, then values. q/k norm, RoPE, KV write,
+    def attend(self, y: Buffer, layer: Any, o: Buffer | None) -> None:
+        """B (o None: only write keys and values): y [rows, 2 A D + 2 G D] = per head (query, gate), then keys, then values. q/k norm, RoPE, KV write,
         causal attention, output gate; o [rows, A D]. `layer` is a model.weights.AttentionLayer: q_norm, k_norm (Weights),
         kv_index (which KV layer of the state), first_position (0; 1 in the MTP layer: there is no key at position 0, and a
         row that sees no key gets zeros)."""

@@ -28,19 +28,22 @@ class MtpPass:
         hidden = self.hidden.rows(final.shape[0])
         self.backend.previous_hidden(final, hidden)
         if compute:
-            self._run(hidden)
+            weights, rows = self.weights, hidden.shape[0]
+            y = self.scratch.attention_in.rows(rows)
+            self.backend.project(weights.layer.norm, weights.layer.project, self._fuse(hidden), y)
+            self.backend.attend(y, weights.layer, None)
 
     def draft(self, rows: int, first: bool, logits: Buffer) -> Buffer:
         """One draft step; logits [rows, vocab]. The layer's own output becomes the next step's hidden rows."""
         hidden = self.hidden.rows(rows) if first else self.output.rows(rows)
         if first:
             self.backend.slot_hidden(hidden)
-        x = self._run(hidden)
+        x = self._fuse(hidden)
+        run_layer(self.backend, self.weights.layer, x, self.scratch)
         self.backend.head(self.weights.final_norm, self.weights.head, x, self.output.rows(rows), logits)
         return logits
 
-    def _run(self, hidden: Buffer) -> Buffer:
+    def _fuse(self, hidden: Buffer) -> Buffer:
         weights, x = self.weights, self.x.rows(hidden.shape[0])
         self.backend.mtp_input(weights.embed_norm, weights.hidden_norm, weights.fuse, weights.embed, hidden, x)
-        run_layer(self.backend, weights.layer, x, self.scratch)
         return x

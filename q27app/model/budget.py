@@ -1,0 +1,134 @@
+"""The memory plan: how free bytes become weights, scratch, slots and KV blocks. Pure arithmetic.
+
+The engine that allocates, `/status` and the wizard read the same object, so they cannot disagree. Sizes are bytes,
+contexts are tokens. A plan never exceeds `free - margin`; what does not fit raises `OutOfMemory` with a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from q27app.errors import OutOfMemory, UsageError
+from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.kv_formats import kv_format as find_kv_format
+from q27app.model.config import ModelConfig
+
+MIN_CONTEXT = 2048
+CONTEXT_STEP = 1024
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """free: bytes before anything is loaded. margin: bytes left alone. blocks are shared by all slots."""
+
+    free: int
+    weights: int
+    scratch: int
+    graphs: int
+    margin: int
+    slot_bytes: int
+    num_slots: int
+    block_bytes: int
+    num_blocks: int
+    kv_format: str
+    max_context: int
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        """Bytes of everything that the plan allocates."""
+        return (self.weights + self.scratch + self.graphs + self.num_slots * self.slot_bytes
+                + self.num_blocks * self.block_bytes)
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"used": self.used}
+
+    def table(self) -> str:
+        """The plan as aligned text, for start-up and errors."""
+        rows = [
+            ("weights", self.weights),
+            ("KV cache", self.num_blocks * self.block_bytes),
+            ("state", self.num_slots * self.slot_bytes),
+            ("scratch", self.scratch),
+            ("graphs", self.graphs),
+            ("reserve", self.margin),
+            ("free after", self.free - self.used),
+        ]
+        return "\n".join(f"  {name:<10} {size / 1e9:9.3f} GB" for name, size in rows)
+
+
+def slot_bytes(config: ModelConfig) -> int:
+    """Recurrent state of one sequence: delta states, convolution windows and one hidden row, all float32."""
+    delta = config.delta_value_heads * config.delta_head_dim**2
+    window = (config.conv_width - 1) * config.conv_channels
+    return 4 * (config.num_delta_layers * (delta + window) + config.hidden_size)
+
+
+def block_bytes(config: ModelConfig, kv_format: str) -> int:
+    """Keys and values of 64 positions in every layer that has them, the draft layer included."""
+    form = find_kv_format(kv_format)
+    row = form.key_row_bytes(config.num_kv_heads, config.head_dim)
+    row += form.value_row_bytes(config.num_kv_heads, config.head_dim)
+    return BLOCK_POSITIONS * config.num_kv_layers * row
+
+
+def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> int:
+    """Activations of a pass (`model.layers.Scratch` and `model.forward.Model`), float32."""
+    per_row = (config.attention_project_width + config.attention_width + config.delta_project_width
+               + config.delta_width + config.intermediate_size + 2 * config.hidden_size)
+    if config.num_mtp_layers:
+        per_row += 3 * config.hidden_size
+    return 4 * (max_rows * per_row + max_logit_rows * config.vocab_size)
+
+
+def plan_memory(
+    config: ModelConfig, *, free: int, weights: int, scratch: int, kv_format: str, graphs: int = 0, margin: int = 0,
+    context: int | None = None, slots: int | None = None, max_auto_slots: int = 1,
+) -> MemoryPlan:
+    """Size slots and context. context, slots: wishes; None = auto.
+
+    auto context: the native window, or the largest multiple of 1,024 that fits every slot. A wish that does not fit is
+    refused with the largest that would. Windows above the native one are allowed when asked for, with a reason that warns.
+    """
+    reasons: list[str] = []
+    if context is not None and context < BLOCK_POSITIONS:
+        raise UsageError(f"context is {context} tokens, expected at least {BLOCK_POSITIONS}.")
+    if slots is not None and not 1 <= slots <= 4096:
+        raise UsageError(f"slots is {slots}, expected 1 to 4096.")
+    per_slot, per_block = slot_bytes(config), block_bytes(config, kv_format)
+    num_slots = slots or max_auto_slots
+    room = free - margin - weights - scratch - graphs
+
+    def largest(count: int) -> int:
+        blocks = (room - count * per_slot) // per_block // count if per_block else 0
+        return max(0, blocks) * BLOCK_POSITIONS
+
+    target = config.max_context if context is None else context
+    while slots is None and num_slots > 1 and largest(num_slots) < target:
+        num_slots -= 1
+    if slots is None:
+        reasons.append(f"slots: {num_slots} (auto, of at most {max_auto_slots})")
+    else:
+        reasons.append(f"slots: {num_slots} (asked for)")
+    fits = largest(num_slots)
+    if context is None:
+        max_context = min(config.max_context, fits // CONTEXT_STEP * CONTEXT_STEP if fits < config.max_context else fits)
+        why = "the native window" if max_context == config.max_context else "what fits"
+        reasons.append(f"context: {max_context} (auto: {why})")
+    else:
+        max_context = context
+        reasons.append(f"context: {max_context} (asked for)")
+        if max_context > config.max_context:
+            reasons.append(f"context: beyond the native window of {config.max_context}; quality is not warranted there")
+    blocks = num_slots * -(-max_context // BLOCK_POSITIONS)
+    plan = MemoryPlan(free, weights, scratch, graphs, margin, per_slot, num_slots, per_block, blocks, kv_format,
+                      max_context, reasons)
+    minimum = min(MIN_CONTEXT, config.max_context) if context is None else context
+    if fits < minimum:
+        best = fits // BLOCK_POSITIONS * BLOCK_POSITIONS
+        raise OutOfMemory(
+            f"{config.name} with a context of {max(max_context, minimum)} tokens in {num_slots} slot(s) does not fit: "
+            f"{free / 1e9:.2f} GB are free, largest context that fits is {best} tokens.\n{plan.table()}",
+            "Choose a smaller --ctx, fewer --slots, a smaller tier or KV format, or free memory on the card.",
+        )
+    return plan
