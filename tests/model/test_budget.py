@@ -1,0 +1,70 @@
+"""The memory plan: published byte counts, monotone in memory, never above what is free."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from q27app.errors import OutOfMemory, UsageError
+from q27app.model.budget import block_bytes, plan_memory, slot_bytes
+from tests.model import geometry
+
+
+CONFIG = geometry.config_27b()
+GB = 10**9
+
+
+def plan(free, **wishes):
+    return plan_memory(CONFIG, free=free, weights=int(13.9 * GB), scratch=GB // 2, kv_format="fp16", margin=GB, **wishes)
+
+
+def test_bytes_of_the_27b_are_the_published_ones():
+    assert block_bytes(CONFIG, "fp16") == 64 * 69632
+    assert block_bytes(CONFIG, "fp8") == 64 * 34816
+    assert slot_bytes(CONFIG) == 48 * (3145728 + 122880) + 4 * 5120
+
+
+def test_auto_context_stops_at_the_native_window():
+    assert plan(141 * GB).max_context == 262144
+
+
+def test_a_small_card_gets_the_largest_multiple_of_the_step():
+    got = plan(24 * GB)
+    assert got.max_context % 1024 == 0 and 2048 <= got.max_context < 262144
+    with pytest.raises(OutOfMemory):
+        plan(24 * GB, context=got.max_context + 2048)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(16 * GB, 150 * GB), st.integers(1, 8))
+def test_a_plan_never_exceeds_what_is_free(free, slots):
+    try:
+        got = plan(free, slots=slots)
+    except OutOfMemory:
+        return
+    assert got.used + got.margin <= free
+    assert got.num_blocks * 64 >= got.num_slots * got.max_context
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(18 * GB, 150 * GB), st.integers(0, 20 * GB))
+def test_more_memory_never_gives_less_context(free, more):
+    assert plan(free + more).max_context >= plan(free).max_context
+
+
+def test_a_wish_that_does_not_fit_names_the_largest_that_does():
+    with pytest.raises(OutOfMemory, match="largest context that fits is [0-9]+ tokens"):
+        plan(24 * GB, context=262144)
+
+
+def test_a_window_beyond_the_native_one_is_allowed_with_a_warning():
+    got = plan(141 * GB, context=655360)
+    assert got.max_context == 655360
+    assert any("beyond the native window" in reason for reason in got.reasons)
+
+
+@pytest.mark.parametrize("wishes", [{"context": 0}, {"slots": 0}, {"slots": 10**6}])
+def test_senseless_wishes_are_usage_errors(wishes):
+    with pytest.raises(UsageError):
+        plan(24 * GB, **wishes)
