@@ -1,0 +1,277 @@
+"""What q27app is told: the sections of `config.toml` with their defaults, and where each value came from.
+
+A value is looked for in this order and the first hit wins: command-line flag, environment variable
+`Q27APP_SECTION__KEY`, `config.toml` (which holds what the wizard chose), what is known about the card, the default below.
+This file is the only reader of the process environment; everybody else asks its functions. Configs are immutable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from q27app.config_values import Origin, Rule, check_value, parse_words, read_file
+from q27app.errors import UsageError
+
+PREFIX = "Q27APP_"
+PLAIN_VARIABLES = ("HOME", "CONFIG", "SHARED", "LONG_SCALE")
+"""Variables `Q27APP_NAME` that are not settings: folders, the config file, and what the test suite reads."""
+
+
+FLAGS = {"model.path": "--model", "model.context": "--ctx"}
+"""Command-line flags whose name is not the key's."""
+
+
+def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = (),
+            words: tuple[str, ...] = (), secret: bool = False) -> Any:
+    """A Config field. low/high: bounds of a number; choices: the only strings allowed; words: strings allowed beside a
+    number; secret: `config show` prints only how many there are."""
+    return field(default=default, metadata={"rule": Rule(low, high, choices, words), "secret": secret})
+
+
+@dataclass(frozen=True)
+class ServerSection:
+    """The HTTP daemon."""
+
+    host: str = setting("127.0.0.1")
+    """Address to listen on. Anything but a loopback address needs an API key, or allow_open_bind."""
+    port: int = setting(8027, low=0, high=65535)
+    """TCP port; 0 takes a free one and prints it."""
+    api_keys: tuple[str, ...] = setting((), secret=True)
+    """Keys that clients must send; empty = none needed. Prefer api_key_file: a config file is easily shared."""
+    api_key_file: str = setting("")
+    """File with one API key a line (blank lines and # comments skipped); must be readable by its owner only."""
+    admin_keys: tuple[str, ...] = setting((), secret=True)
+    """Keys for /admin routes; empty = the API keys open them, and without any key loopback does."""
+    allowed_hosts: tuple[str, ...] = setting(())
+    """More names that a Host header may carry, beside loopback names and the listening address."""
+    allow_open_bind: bool = setting(False)
+    """Listen on a non-loopback address without any key."""
+    body_limit_mb: int = setting(64, low=1, high=1024)
+    """Largest request body, MiB."""
+    ping_interval_s: float = setting(10.0, low=0.05, high=3600)
+    """Seconds of silence after which a stream sends a ping."""
+    max_queue: int = setting(64, low=0, high=100_000)
+    """Requests that may wait; the next one is refused with a time to try again."""
+    drain_timeout_s: float = setting(25.0, low=0, high=3600)
+    """Seconds that running answers get to finish after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """What is served, and in which form."""
+
+    path: str = setting("demo")
+    """A .q27 file, the name of one in the models folder, or "demo" for the bundled model."""
+    tokenizer: str = setting("")
+    """tokenizer.json or .tok to use instead of what the model carries; "" = the model's own, or the file beside it."""
+    template: str = setting("auto", choices=("auto", "official", "json", "xml"))
+    """How a conversation becomes a prompt. auto: the checkpoint's own template where it has one, else json."""
+    backend: str = setting("auto", choices=("auto", "cuda", "numpy"))
+    """Where to compute. auto: CUDA if an NVIDIA device exists, else NumPy; a device that cannot be used is an error."""
+    context: int | str = setting("auto", low=64, high=1_048_576, words=("auto",))
+    """Window of a conversation, tokens. auto: the model's own, as far as memory reaches."""
+    slots: int | str = setting("auto", low=1, high=64, words=("auto",))
+    """Requests that run at the same time. auto: as many as memory and the backend make sensible."""
+    kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3", "turbo3v"))
+    """Format of the attention cache. auto: the best that the card computes with; exact fp32 on NumPy."""
+    mtp: bool = setting(True)
+    """Draft tokens with the model's own draft head, where it has one. Never changes the text."""
+
+
+@dataclass(frozen=True)
+class EngineSection:
+    """The engine's step. Ordinary use leaves this alone."""
+
+    prefill_chunk: int | str = setting("auto", low=64, high=65_536, words=("auto",))
+    """Prompt tokens computed between two decode steps, a multiple of 64. auto: chosen for the backend."""
+
+
+@dataclass(frozen=True)
+class SamplingSection:
+    """What applies where a request does not say; a request's own field always wins."""
+
+    temperature: float = setting(0.0, low=0, high=100)
+    """0 is greedy: always the most likely token."""
+    top_k: int = setting(0, low=0, high=1_000_000)
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = setting(1.0, low=0, high=1)
+    """Keep the most likely tokens that together have this probability; 1 = all."""
+    min_p: float = setting(0.0, low=0, high=1)
+    """Keep tokens at least this share as likely as the best; 0 = all."""
+    max_tokens: int = setting(8192, low=1, high=1_048_576)
+    """Longest answer, tokens, reasoning included; the window may end it sooner."""
+
+
+@dataclass(frozen=True)
+class ReasoningSection:
+    """Thinking before the answer."""
+
+    default: str = setting("off", choices=("off", "on"))
+    """Whether the model thinks when a request does not say."""
+    effort: str = setting("auto", choices=("auto", "low", "medium", "xhigh"))
+    """How long it thinks when a request does not say. auto: the checkpoint's own default."""
+    budget: int | str = setting("auto", low=1, high=1_048_576, words=("auto", "none"))
+    """Most reasoning tokens before it is closed. auto: half of a request's max_tokens; none: no limit."""
+    request_thinking: bool = setting(True)
+    """Obey the thinking fields of requests; false ignores them all."""
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """What the daemon writes to standard error."""
+
+    format: str = setting("text", choices=("text", "json"))
+    """text for people, json for one object a line."""
+    level: str = setting("info", choices=("debug", "info", "warning", "error"))
+    """Least severe event that is written."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections. `origins` maps "section.key" to where the value came from."""
+
+    server: ServerSection = field(default_factory=ServerSection)
+    """The HTTP daemon."""
+    model: ModelSection = field(default_factory=ModelSection)
+    """What is served."""
+    engine: EngineSection = field(default_factory=EngineSection)
+    """The engine's step."""
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    """Defaults of the sampler."""
+    reasoning: ReasoningSection = field(default_factory=ReasoningSection)
+    """Thinking."""
+    log: LogSection = field(default_factory=LogSection)
+    """The log."""
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    """Where each value came from."""
+
+
+SECTIONS: dict[str, type] = {
+    "server": ServerSection, "model": ModelSection, "engine": EngineSection,
+    "sampling": SamplingSection, "reasoning": ReasoningSection, "log": LogSection,
+}
+
+
+def config_path() -> Path:
+    """The file that `load_config` reads: $Q27APP_CONFIG, else config.toml in the config folder. It need not exist."""
+    from q27app.paths import config_dir
+
+    return Path(variable("Q27APP_CONFIG") or config_dir() / "config.toml")
+
+
+def load_config(flags: Mapping[str, Any] | None = None, card: Mapping[str, Any] | None = None,
+                path: Path | None = None) -> Config:
+    """Merge all sources.
+
+    flags and card: "section.key" -> value, None = not given. path: the file, default `config_path()`.
+    Raises UsageError naming file and line, variable or flag, and what is allowed.
+    """
+    path = path or config_path()
+    merged: dict[str, tuple[Any, Origin]] = {
+        f"{section}.{item.name}": (item.default, Origin("default"))
+        for section, kind in SECTIONS.items() for item in fields(kind)
+    }
+    for source in (_given(card, "card"), _from_file(path), _from_environment(), _given(flags, "flag")):
+        merged.update(source)
+    sections = {
+        section: kind(**{item.name: merged[f"{section}.{item.name}"][0] for item in fields(kind)})
+        for section, kind in SECTIONS.items()
+    }
+    return Config(**sections, origins={key: origin for key, (_, origin) in merged.items()})
+
+
+def _field_of(section: str, key: str, where: str) -> Any:
+    if section not in SECTIONS:
+        raise UsageError(f"{where}: there is no section {section!r}.", f"Sections: {', '.join(SECTIONS)}.")
+    by_name = {item.name: item for item in fields(SECTIONS[section])}
+    if key not in by_name:
+        raise UsageError(f"{where}: section {section!r} has no key {key!r}.", f"Keys: {', '.join(by_name)}.")
+    return by_name[key]
+
+
+def _given(values: Mapping[str, Any] | None, kind: str) -> dict[str, tuple[Any, Origin]]:
+    result = {}
+    for name, value in (values or {}).items():
+        if value is not None:
+            section, _, key = name.partition(".")
+            where = FLAGS.get(name, "--" + key.replace("_", "-")) if kind == "flag" else name
+            item = _field_of(section, key, f"{kind} {where}")
+            checked = check_value(value, item.type, item.metadata["rule"], f"{kind} {where}")
+            result[name] = (checked, Origin(kind, where))
+    return result
+
+
+def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
+    result = {}
+    for section, key, value, line in read_file(path):
+        where = f"{path}:{line}"
+        if section not in SECTIONS:
+            raise UsageError(f"{where}: there is no section {section!r}.", f"Sections: {', '.join(SECTIONS)}.")
+        if key is None:
+            raise UsageError(f"{where}: {section!r} must be a section.", f"Write [{section}] on a line of its own.")
+        if key == "":
+            continue
+        item = _field_of(section, key, where)
+        checked = check_value(value, item.type, item.metadata["rule"], f"{where}: {section}.{key}")
+        result[f"{section}.{key}"] = (checked, Origin("file", str(path), line))
+    return result
+
+
+def _from_environment() -> dict[str, tuple[Any, Origin]]:
+    result = {}
+    for name, text in sorted(os.environ.items()):
+        if not name.startswith(PREFIX) or name[len(PREFIX):] in PLAIN_VARIABLES:
+            continue
+        section, separator, key = name[len(PREFIX):].lower().partition("__")
+        if not separator:
+            raise UsageError(f"{name}: not a variable of q27app.",
+                             f"Settings are Q27APP_SECTION__KEY (two underscores); sections: {', '.join(SECTIONS)}.")
+        item = _field_of(section, key, name)
+        value = parse_words(text, item.type, name)
+        result[f"{section}.{key}"] = (check_value(value, item.type, item.metadata["rule"], name),
+                                      Origin("environment", name))
+    return result
+
+
+def variable(name: str) -> str:
+    """The environment variable, or ""."""
+    return os.environ.get(name, "")
+
+
+def home_override() -> Path | None:
+    """$Q27APP_HOME: one folder that holds config, data, cache and state."""
+    value = variable("Q27APP_HOME")
+    return Path(value).absolute() if value else None
+
+
+def no_color() -> bool:
+    """True if the user wants no colour: NO_COLOR holds anything, or the terminal is dumb."""
+    return bool(variable("NO_COLOR")) or variable("TERM") == "dumb"
+
+
+def notify_socket() -> str:
+    """Where a supervisor (systemd) listens for READY=1 and WATCHDOG=1, or ""."""
+    return variable("NOTIFY_SOCKET")
+
+
+def watchdog_usec() -> int:
+    """Microseconds within which the supervisor expects a sign of life; 0 = it doesn't watch."""
+    text = variable("WATCHDOG_USEC")
+    return int(text) if text.isdigit() else 0
+
+
+def child_environment(changes: Mapping[str, str] | None = None, settings: bool = True) -> dict[str, str]:
+    """A copy of the environment for a program that we start. settings False: without any Q27APP_SECTION__KEY."""
+    copy = {name: value for name, value in os.environ.items()
+            if settings or not (name.startswith(PREFIX) and "__" in name)}
+    copy.update(changes or {})
+    return copy
+
+
+def set_process_variable(name: str, value: str) -> None:
+    """For libraries that only listen to the environment; before they are imported."""
+    os.environ[name] = value

@@ -1,0 +1,158 @@
+"""Snapshots of the machine: its NVIDIA cards and its host. The only user of pynvml and psutil.
+
+Nothing here raises: a machine without a driver has no cards, and a figure that a card doesn't tell is None. Snapshots are
+immutable and may cross threads. Bytes are bytes, powers watts, temperatures degrees Celsius.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_DEVICE_NODES = ("/dev/nvidia0", "/dev/dxg")
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """One card at one moment."""
+
+    index: int
+    uuid: str
+    name: str
+    compute_capability: tuple[int, int] | None
+    memory_total: int | None
+    memory_used: int | None
+    memory_free: int | None
+    utilization_percent: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    fan_percent: int | None = None
+    pci_bus_id: str = ""
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """The host at one moment. process_bytes: resident memory of this process."""
+
+    num_cpus: int
+    cpu_percent: float | None
+    memory_total: int | None
+    memory_available: int | None
+    process_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DriverInfo:
+    """version: of the driver ("580.65.06"); cuda: newest CUDA that it runs, (major, minor)."""
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+def nvidia_device_exists() -> bool:
+    """Whether this machine has an NVIDIA device, usable or not. Looks at files first: no driver call where they tell."""
+    if any(Path(node).exists() for node in _DEVICE_NODES):
+        return True
+    try:
+        if any(_DRIVER_FOLDER.iterdir()):
+            return True
+    except OSError:
+        pass
+    return bool(read_gpus())
+
+
+def read_gpus() -> tuple[GpuInfo, ...]:
+    """Every card that the driver shows, in PCI order; () without one."""
+    return _with_nvml(_read_all, ())
+
+
+def read_driver() -> DriverInfo | None:
+    """The driver's versions, or None without a working one."""
+    return _with_nvml(_read_driver, None)
+
+
+def read_host() -> HostInfo:
+    """CPU load since the last call, and memory."""
+    import os
+
+    try:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return HostInfo(psutil.cpu_count() or 1, psutil.cpu_percent(interval=None), memory.total, memory.available,
+                        psutil.Process().memory_info().rss)
+    except Exception:  # psutil raises its own kinds and OSErrors on restricted /proc; a snapshot is never worth an error
+        return HostInfo(os.cpu_count() or 1, None, None, None, None)
+
+
+def _with_nvml(read: Callable[[Any], Any], absent: Any) -> Any:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, no driver, a driver of another version: all mean that no card can be asked
+        return absent
+    try:
+        return read(pynvml)
+    except Exception:
+        return absent
+    finally:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            pass
+
+
+def _tried(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        value = call(*arguments)
+    except Exception:  # a counter that this card or driver lacks
+        return None
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _read_all(nvml: Any) -> tuple[GpuInfo, ...]:
+    cards = (_read_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+    return tuple(card for card in cards if card is not None)
+
+
+def _read_card(nvml: Any, index: int) -> GpuInfo | None:
+    handle = _tried(nvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return None
+    memory = _tried(nvml.nvmlDeviceGetMemoryInfo, handle)
+    load = _tried(nvml.nvmlDeviceGetUtilizationRates, handle)
+    power = _tried(nvml.nvmlDeviceGetPowerUsage, handle)
+    limit = _tried(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    capability = _tried(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    pci = _tried(nvml.nvmlDeviceGetPciInfo, handle)
+    bus_id = getattr(pci, "busId", b"")
+    return GpuInfo(
+        index=index,
+        uuid=_tried(nvml.nvmlDeviceGetUUID, handle) or "",
+        name=_tried(nvml.nvmlDeviceGetName, handle) or f"NVIDIA device {index}",
+        compute_capability=tuple(capability) if capability else None,
+        memory_total=getattr(memory, "total", None),
+        memory_used=getattr(memory, "used", None),
+        memory_free=getattr(memory, "free", None),
+        utilization_percent=getattr(load, "gpu", None),
+        temperature_c=_tried(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+        sm_clock_mhz=_tried(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=_tried(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        fan_percent=_tried(nvml.nvmlDeviceGetFanSpeed, handle),
+        pci_bus_id=bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id),
+    )
+
+
+def _read_driver(nvml: Any) -> DriverInfo:
+    cuda = _tried(nvml.nvmlSystemGetCudaDriverVersion)
+    pair = (cuda // 1000, cuda % 1000 // 10) if cuda else None
+    return DriverInfo(_tried(nvml.nvmlSystemGetDriverVersion) or "", pair)
