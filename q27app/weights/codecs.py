@@ -150,8 +150,9 @@ def _encode_levels(block: np.ndarray, dtype: DType, data: np.ndarray, scratch: n
     np.divide(block.reshape(-1, dtype.group), scale[:, None], out=steps)
     if scale.min() < _SMALLEST_EXACT_SCALE:
         np.clip(steps, bottom, top, out=steps)
-    steps += _MAGIC + np.float32(offset)
+    steps += _MAGIC
     codes = scratch.view(np.uint32).astype(np.uint8)
+    codes += np.uint8(offset)  # after the rounding: an odd offset would turn ties to odd
     if dtype is Q4_G64:
         np.copyto(data, _join_pairs(codes, 4), casting="unsafe")
     elif dtype is T2_G128:
