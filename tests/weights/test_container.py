@@ -213,7 +213,8 @@ def test_a_file_of_64_mib_that_announces_4_gib_needs_no_memory(tmp_path):
 
 
 def test_metadata_of_too_many_values_is_refused_before_it_is_parsed(tmp_path):
-    refused(tmp_path, File(metadata=b'{"a":[' + b"0," * 3_000_001 + b"0]}").pack(), "3000001 values, expected at most 3000000")
+    refused(tmp_path, File(metadata=b'{"a":[' + b"0," * 2_000_001 + b"0]}").pack(), "2000001 commas, expected at most 2000000")
+    refused(tmp_path, File(metadata=b'{"a":' + b"[" * 1_000_001).pack(), "1000002 brackets, expected at most 1000000")
 
 
 @pytest.mark.parametrize(("tensor", "position", "pattern"), [
