@@ -1,7 +1,11 @@
-"""A plain forward pass in float32 NumPy, one token after the other, straight from the formulas: the judge of what files hold."""
+"""A plain forward pass, the judge of what files hold (float32 NumPy, a token at a time); and makers of source files."""
 
 from __future__ import annotations
 
+import json
+import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,3 +116,60 @@ class PlainModel:
 def plain_model():
     """PlainModel(metadata, tensors)."""
     return PlainModel
+
+
+def save_safetensors(path, tensors: Mapping[str, tuple[str, np.ndarray]], header_edit=None) -> None:
+    """tensors: name -> (dtype name, array of the stored bits). header_edit(header) may lie."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    blobs, offset = [], 0
+    for name, (kind, array) in tensors.items():
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        blobs.append(array.tobytes())
+        offset += array.nbytes
+    if header_edit is not None:
+        header_edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+
+
+def gguf_string(text: str | bytes) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def gguf_bytes(keys: Mapping[str, bytes], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]], version: int = 3) -> bytes:
+    """keys: name -> type and value, packed. tensors: name -> (row-major shape, type, data)."""
+    out = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(keys))]
+    out += [gguf_string(name) + value for name, value in keys.items()]
+    offset, blobs = 0, []
+    for name, (shape, kind, data) in tensors.items():
+        out.append(gguf_string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset))
+        blobs.append(data + b"\0" * (-len(data) % 32))
+        offset += len(blobs[-1])
+    head = b"".join(out)
+    return head + b"\0" * (-len(head) % 32) + b"".join(blobs)
+
+
+@pytest.fixture
+def write_safetensors():
+    return save_safetensors
+
+
+@pytest.fixture
+def make_gguf():
+    return gguf_bytes
+
+
+@pytest.fixture(scope="session")
+def tiny_huggingface(shared, tmp_path_factory):
+    """make(*arguments) -> folder of the oracle's random checkpoint; made once for equal arguments."""
+    made: dict[tuple[str, ...], Any] = {}
+
+    def make(*arguments: str):
+        if arguments not in made:
+            folder = tmp_path_factory.mktemp("huggingface") / "tiny"
+            subprocess.run([sys.executable, str(shared / "oracle" / "make_tiny_hf.py"), str(folder), *arguments], check=True)
+            made[arguments] = folder
+        return made[arguments]
+
+    return make

@@ -43,7 +43,7 @@ def test_chain_counts_upwards_and_drafts_as_told_in_every_tier(tmp_path, plain_m
         model = plain_model(file.metadata, file.tensors)
     right = right_tokens(NANO_VOCAB, 0.6, seed=5)
 
-    tokens, drafts, margin = greedy_run(model, [1000, 1001, 1002], 12)
+    tokens, drafts, margin = greedy_run(model, [1000, 1001, 1002], 8)
 
     assert tokens == list(range(1003, 1003 + len(tokens)))
     assert drafts[:len(tokens)] == [token + 1 if right[token] else DECOY for token in tokens]
