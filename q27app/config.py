@@ -167,7 +167,7 @@ def load_config(flags: Mapping[str, Any] | None = None, card: Mapping[str, Any] 
                 path: Path | None = None) -> Config:
     """Merge all sources.
 
-    flags and card: "section.key" -> value, None = not given. path: the file, default `config_path()`.
+    flags and card: "section.key" -> value, None = not given; a flag's value may be its text. path: the file, default `config_path()`.
     Raises UsageError naming file and line, variable or flag, and what is allowed.
     """
     path = path or config_path()
@@ -200,6 +200,8 @@ def _given(values: Mapping[str, Any] | None, kind: str) -> dict[str, tuple[Any, 
             section, _, key = name.partition(".")
             where = FLAGS.get(name, "--" + key.replace("_", "-")) if kind == "flag" else name
             item = _field_of(section, key, f"{kind} {where}")
+            if kind == "flag" and isinstance(value, str):
+                value = parse_words(value, item.type, f"flag {where}")
             checked = check_value(value, item.type, item.metadata["rule"], f"{kind} {where}")
             result[name] = (checked, Origin(kind, where))
     return result

@@ -1,0 +1,172 @@
+"""The command line: which commands there are, and what leaves the program when something goes wrong.
+
+Commands live in `cli_*.py` and are imported when they run, so that `--help` stays quick. Results go to standard output,
+everything else to standard error. `main` alone decides exit codes (see `errors`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from q27app import __version__, errors
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("q27app.cli_run:serve", "Serve a model over HTTP until stopped."),
+    "demo": ("q27app.cli_run:demo", "Ask the bundled model something, to see that everything works."),
+    "generate": ("q27app.cli_generate:generate", "Continue a prompt once, without a daemon."),
+    "tokens": ("q27app.cli_generate:tokens", "Turn text into token ids and back."),
+    "convert": ("q27app.cli_weights:convert", "Convert a Hugging Face folder or a GGUF file to .q27."),
+    "inspect": ("q27app.cli_weights:inspect", "Show what a .q27 file holds."),
+    "synth": ("q27app.cli_weights:synth", "Write a constructed checkpoint for tests and measurements."),
+    "list": ("q27app.cli_config:list_models", "List the models that can be named."),
+    "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
+    "version": ("q27app.cli_config:version", "Print versions."),
+}
+"""Command -> (module:attribute, the line that help shows)."""
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when that command is used or asked for help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        import importlib
+
+        module, attribute = COMMANDS[name][0].split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            advice = f" Did you mean {near[0]!r}?" if near else f" Commands: {', '.join(COMMANDS)}."
+            raise click.UsageError(f"There is no command {args[0]!r}.{advice}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, invoke_without_command=True, context_settings=CONTEXT, no_args_is_help=False)
+@click.version_option(__version__, prog_name="q27app", message="%(prog)s %(version)s")
+@click.pass_context
+def root(ctx: click.Context) -> None:
+    """q27app serves Qwen3.6-27B and Qwen3.8-27B on one consumer NVIDIA card.
+
+    \b
+    First steps:
+      q27app demo                     ask the bundled model something
+      q27app serve                    serve it on http://127.0.0.1:8027
+      q27app convert FOLDER my.q27    make a model of your own
+    """
+    if ctx.invoked_subcommand is None:
+        _bare(ctx)
+
+
+def _bare(ctx: click.Context) -> None:
+    """No command: on a terminal the state of things and the help; elsewhere short help and exit code 2."""
+    if not sys.stdout.isatty():
+        click.echo("Usage: q27app COMMAND ...  (see q27app --help)\nCommands: " + ", ".join(COMMANDS), err=True)
+        ctx.exit(errors.EXIT_USAGE)
+    from q27app.config import load_config
+
+    server = load_config().server
+    where = f"{server.host}:{server.port}"
+    if _answers(server.host, server.port):
+        click.echo(f"Something answers at {where}.")
+    else:
+        click.echo(f"No daemon at {where}. Start one with: q27app serve")
+    click.echo()
+    click.echo(ctx.get_help())
+
+
+def _answers(host: str, port: int) -> bool:
+    import socket
+
+    try:
+        with socket.create_connection((host, port), timeout=0.3):
+            return True
+    except OSError:
+        return False
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run a command and leave with its exit code."""
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _silence(sys.stdout)
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """The command's exit code. Errors of the family end in a message and a hint, others in a line and a log entry."""
+    try:
+        result = root.main(args=arguments, prog_name="q27app", standalone_mode=False)
+        return result if isinstance(result, int) else errors.EXIT_OK
+    except errors.Q27Error as error:
+        return _complain(error.message, error.hint, error.exit_code)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "q27app"
+        return _complain(error.format_message(), f"See {command} --help.", errors.EXIT_USAGE)
+    except click.ClickException as error:
+        return _complain(error.format_message(), "", errors.EXIT_FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return errors.EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        return errors.EXIT_FAILED
+    except Exception as error:  # a mistake of ours: the traceback belongs in a file, not on the user's screen
+        where = _write_traceback(arguments)
+        return _complain(f"internal error: {type(error).__name__}: {error}", f"Details: {where}", errors.EXIT_INTERNAL)
+
+
+def _complain(message: str, hint: str, code: int) -> int:
+    label = click.style("error:", fg="red", bold=True) if _use_color() else "error:"
+    click.echo(f"{label} {message}", err=True)
+    if hint:
+        click.echo(f"  {hint}", err=True)
+    return code
+
+
+def _use_color() -> bool:
+    from q27app.config import no_color
+
+    return sys.stderr.isatty() and not no_color()
+
+
+def _silence(stream: Any) -> None:
+    """The reader has gone: nothing that is still buffered may complain at exit."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _write_traceback(arguments: list[str]) -> str:
+    """Append the current traceback to errors.log in the state folder; the path, or why it could not be written."""
+    import time
+    import traceback
+
+    from q27app.paths import ensured, state_dir
+
+    try:
+        path = ensured(state_dir()) / "errors.log"
+        with path.open("a", encoding="utf-8") as log:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.write(f"{stamp} q27app {__version__} {arguments[:1]}\n{traceback.format_exc()}\n")
+        return str(path)
+    except (OSError, errors.Q27Error) as error:
+        return f"not written ({error})\n{traceback.format_exc()}"
