@@ -1,0 +1,173 @@
+"""What an operator and a supervisor ask: /health, /ready, /status, /metrics, /v1/models, and the /admin routes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from q27app import __version__
+from q27app.daemon import sse
+from q27app.daemon.access import read_object
+from q27app.daemon.daemon import DAEMON, REQUEST_ID
+from q27app.daemon.failures import as_q27_error, dump
+from q27app.errors import NotFound, Overloaded, Q27Error
+
+if TYPE_CHECKING:
+    from q27app.daemon.daemon import Daemon
+
+log = logging.getLogger("q27app.daemon")
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """A JSON reply in our own spelling."""
+    return web.Response(body=dump(value), status=status, content_type="application/json", charset="utf-8")
+
+
+async def root(request: web.Request) -> web.Response:
+    """GET and HEAD /: clients probe it."""
+    return json_response({"name": "q27app", "version": __version__, "status": "/status"})
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: 200 while the daemon can do its work now or later, 503 with the reason once it cannot."""
+    daemon = request.app[DAEMON]
+    trouble = daemon.trouble()
+    body = {"status": "failed" if trouble else "ok", "state": daemon.engine.status().state}
+    return json_response({**body, "reason": trouble} if trouble else body, 503 if trouble else 200)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 only if the model answers now."""
+    daemon = request.app[DAEMON]
+    status = daemon.engine.status()
+    reason = daemon.trouble()
+    if not reason and daemon.is_draining:
+        reason = "the daemon is shutting down."
+    if not reason and status.state != "ready":
+        reason = f"the model is {status.state}."
+    body = {"ready": not reason, "state": status.state, "load_progress": status.load_progress}
+    return json_response({**body, "reason": reason} if reason else body, 503 if reason else 200)
+
+
+async def status(request: web.Request) -> web.Response:
+    """GET /status: everything that is known, without any text of prompts or answers."""
+    daemon = request.app[DAEMON]
+    return json_response(
+        {
+            "version": __version__,
+            "boot_id": daemon.boot_id,
+            "model": daemon.model_id,
+            "uptime_s": round(time.time() - daemon.started_at, 3),
+            "is_draining": daemon.is_draining,
+            "max_context": daemon.engine.max_context,
+            "requests": [record.to_dict() for record in daemon.active.values()],
+            "engine": daemon.engine.status().to_dict(),
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics: Prometheus' text format."""
+    from q27app.metrics import CONTENT_TYPE
+
+    return web.Response(body=request.app[DAEMON].metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _model(daemon: Daemon, name: str) -> dict[str, Any]:
+    created = int(daemon.started_at)
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "created": created,
+        "owned_by": "q27app",
+        "display_name": name,
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        "context_window": daemon.engine.max_context,
+    }
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models, in a form that OpenAI's and Anthropic's clients both read."""
+    daemon = request.app[DAEMON]
+    entry = _model(daemon, daemon.model_id)
+    return json_response(
+        {"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+    )
+
+
+async def model(request: web.Request) -> web.Response:
+    """GET /v1/models/ID: any name is served."""
+    return json_response(_model(request.app[DAEMON], request.match_info["id"]))
+
+
+async def load(request: web.Request) -> web.Response:
+    """POST /admin/load {"wait": bool}: 202 at once, or 200 when the model answers."""
+    return await _change(request, "load")
+
+
+async def unload(request: web.Request) -> web.Response:
+    """POST /admin/unload {"wait": bool}: 202 at once, or 200 when the memory is free."""
+    return await _change(request, "unload")
+
+
+async def _change(request: web.Request, what: str) -> web.Response:
+    daemon = request.app[DAEMON]
+    body = await _body(request)
+    if daemon.is_draining:
+        raise Overloaded("the daemon is shutting down.")
+    future: Future[Any] = daemon.engine.load() if what == "load" else daemon.engine.unload()
+    if body.get("wait") is True:
+        await asyncio.shield(asyncio.wrap_future(future))
+        return json_response({"state": daemon.engine.status().state})
+    future.add_done_callback(lambda done: _report(what, done))
+    return json_response({"state": daemon.engine.status().state}, 202)
+
+
+def _report(what: str, done: Future[Any]) -> None:
+    if not done.cancelled() and done.exception() is not None:
+        log.error("%s failed: %s", what, done.exception())
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """POST /admin/cancel/ID: end a request that runs or waits."""
+    await _body(request)
+    name = request.match_info["id"]
+    if not request.app[DAEMON].engine.cancel(name):
+        raise NotFound(f"no request {name[:80]!r} runs or waits.", "/status lists them.")
+    return json_response({"id": name, "cancelled": True})
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    daemon = request.app[DAEMON]
+    return await read_object(request, 1 << 16, daemon.executor, may_be_empty=True)
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """GET /admin/events: log lines and request milestones as server-sent events, the latest ones first."""
+    daemon = request.app[DAEMON]
+    if daemon.hub.is_full:
+        raise Overloaded("too many listeners on /admin/events.")
+    return await sse.send(request, _lines(daemon), "openai", {"request-id": request[REQUEST_ID]})
+
+
+async def _lines(daemon: Daemon) -> AsyncIterator[bytes]:
+    yield sse.COMMENT
+    async for record in daemon.hub.listen(daemon.config.server.ping_interval_s):
+        yield sse.COMMENT if record is None else sse.event(record["event"], record)
+
+
+def failure_of(error: BaseException, request_id: str) -> Q27Error:
+    """The error to answer with; what is not ours to explain is logged without its message, which may quote a prompt."""
+    if not isinstance(error, Q27Error):
+        import traceback
+
+        place = "".join(traceback.format_tb(error.__traceback__))
+        log.error("request %s: %s\n%s", request_id, type(error).__name__, place)
+    return as_q27_error(error, request_id)

@@ -1,0 +1,197 @@
+"""From token events to deltas, and from deltas to a whole answer. Pure state machines, no I/O.
+
+`Translation` belongs to one request: it detokenises, hands the text to chat's parser, names log probabilities, counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from q27app.chat.types import Delta, ToolCall, Usage
+from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs
+from q27app.errors import Q27Error
+
+if TYPE_CHECKING:
+    from q27app.chat.stream import DeltaParser
+    from q27app.chat.tokenizer import Tokenizer
+
+
+class Translation:
+    """One request's way from tokens to deltas.
+
+    parser: splits channels, reads calls, cuts at stop strings. must_call: an answer without a call, that no limit
+    cut, is an error.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, parser: DeltaParser, must_call: bool = False) -> None:
+        from q27app.chat.tokenizer import Detokenizer
+
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer)
+        self._parser = parser
+        self._must_call = must_call
+        self._logprobs: list[dict[str, Any]] = []
+        self.num_generated = 0
+        self.num_reasoning = 0
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    @property
+    def num_missed(self) -> int:
+        """Things that looked like a call and could not be read as one."""
+        return len(self._parser.missed)
+
+    def feed(self, event: TokenEvent) -> list[Delta]:
+        """The deltas that an event's tokens make."""
+        deltas: list[Delta] = []
+        for index, token in enumerate(event.tokens):
+            is_forced = index < len(event.forced) and event.forced[index]
+            channel = self._parser.channel
+            self.num_generated += not is_forced
+            self.num_reasoning += not is_forced and channel == "reasoning"
+            if channel == "text" and index < len(event.logprobs):
+                self._logprobs.append(self._named(event.logprobs[index]))
+            text = self._detokenizer.push([token])
+            if text:
+                deltas += self._with_logprobs(self._parser.feed(text))
+        return merged(deltas)
+
+    def finish(self, event: TokenEvent, num_prompt: int) -> list[Delta]:
+        """The last deltas, "finish" at the end. Raises the event's error, or Q27Error if a forced call is missing.
+
+        event: the one whose `finish` is set; its tokens must have been fed.
+        """
+        if event.error is not None:
+            raise event.error
+        text = self._detokenizer.flush()
+        deltas = self._with_logprobs((self._parser.feed(text) if text else []) + self._parser.finish())
+        is_cut = event.finish is FinishReason.LENGTH
+        if self._must_call and not self.num_calls and not is_cut:
+            raise Q27Error("the model made no call of an offered tool although tool_choice requires one.")
+        usage = Usage(
+            num_prompt, event.stats.num_cached if event.stats else 0, self.num_generated, self.num_reasoning
+        )
+        last = Delta(
+            "finish",
+            finish=self._parser.finish_reason("length" if is_cut else "stop"),
+            stop_sequence=self._parser.stop_sequence,
+            usage=usage,
+            stats=event.stats,
+        )
+        return [*merged(deltas), last]
+
+    def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
+        """Gives the waiting log probabilities to the first piece of text."""
+        for index, delta in enumerate(deltas):
+            if delta.kind == "text" and self._logprobs:
+                deltas[index] = replace(delta, logprobs=tuple(self._logprobs))
+                self._logprobs = []
+        return deltas
+
+    def _named(self, entry: TokenLogprobs) -> dict[str, Any]:
+        best = [self._one(token, value) for token, value in zip(entry.top_ids, entry.top_logprobs)]
+        return {**self._one(entry.token, entry.logprob), "top_logprobs": best}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(float(logprob), -9999.0), "bytes": list(raw)}
+
+
+def merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """Neighbours of one kind joined: one wake-up makes one write."""
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        is_same = (
+            last is not None
+            and last.kind == delta.kind
+            and (delta.kind in ("text", "reasoning") or delta.kind == "tool_args" and _same_call(last, delta))
+        )
+        if is_same:
+            assert last is not None
+            result[-1] = replace(last, text=last.text + delta.text, logprobs=last.logprobs + delta.logprobs)
+        else:
+            result.append(delta)
+    return result
+
+
+def _same_call(left: Delta, right: Delta) -> bool:
+    return left.call is not None and right.call is not None and left.call.id == right.call.id
+
+
+@dataclass
+class CallBlock:
+    """A finished tool call of an answer. parsed: its arguments as an object, or the text if it is none."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+    parsed: Any = None
+
+    @property
+    def arguments(self) -> str:
+        """The JSON text, as the model wrote it where it wrote JSON."""
+        if self.pieces:
+            return "".join(self.pieces)
+        return self.parsed if isinstance(self.parsed, str) else json.dumps(self.parsed or {}, ensure_ascii=False)
+
+
+@dataclass
+class Answer:
+    """A whole answer. blocks: text (str) and calls in the order of generation."""
+
+    reasoning: str = ""
+    blocks: list[str | CallBlock] = field(default_factory=list)
+    finish: str = "stop"
+    stop_sequence: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(block for block in self.blocks if isinstance(block, str))
+
+    @property
+    def calls(self) -> list[CallBlock]:
+        return [block for block in self.blocks if isinstance(block, CallBlock)]
+
+
+async def collect(deltas: AsyncIterator[Delta]) -> Answer:
+    """Read deltas to their end. Raises what they raise."""
+    answer = Answer()
+    pieces: list[str] = []
+    reasoning: list[str] = []
+    async for delta in deltas:
+        if delta.kind == "reasoning":
+            reasoning.append(delta.text)
+        elif delta.kind == "text":
+            pieces.append(delta.text)
+            answer.logprobs += delta.logprobs
+        elif delta.kind == "finish":
+            answer.finish, answer.stop_sequence = delta.finish or "stop", delta.stop_sequence
+            answer.usage = delta.usage or answer.usage
+        elif delta.call is not None:
+            if pieces:
+                answer.blocks.append("".join(pieces))
+                pieces = []
+            _collect_call(answer, delta, delta.call)
+    if pieces:
+        answer.blocks.append("".join(pieces))
+    answer.reasoning = "".join(reasoning)
+    return answer
+
+
+def _collect_call(answer: Answer, delta: Delta, call: ToolCall) -> None:
+    if delta.kind == "tool_start":
+        answer.blocks.append(CallBlock(call.id, call.name))
+        return
+    block = next(block for block in reversed(answer.calls) if block.id == call.id)
+    if delta.kind == "tool_args":
+        block.pieces.append(delta.text)
+    else:
+        block.parsed = call.arguments

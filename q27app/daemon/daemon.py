@@ -1,0 +1,199 @@
+"""What all handlers share, and the record of each request in flight.
+
+Owner of everything here: the loop thread. The engine is behind its thread-safe door; tokenizer and template are
+immutable and may be used from the executor too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from q27app.daemon.hub import Hub
+from q27app.errors import Overloaded
+from q27app.metrics import Metrics
+
+if TYPE_CHECKING:
+    from q27app.chat.template import Template
+    from q27app.chat.tokenizer import Tokenizer
+    from q27app.config import Config
+    from q27app.engine.engine import Engine
+
+log = logging.getLogger("q27app.requests")
+
+HEARTBEAT_LIMIT_S = 120.0
+"""Age of the engine's last sign of life at which it counts as hung."""
+NUM_WORKERS = 2
+"""Threads that render and tokenise long prompts."""
+
+
+@dataclass
+class RequestRecord:
+    """One request for an answer, from its head to its last byte. `finish` is "" until it has ended."""
+
+    id: str
+    dialect: str
+    client: str
+    received_at: float
+    model: str = ""
+    phase: str = "reading"
+    """reading | rendering | queued | prefill | decode"""
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_prefilled: int = 0
+    num_generated: int = 0
+    num_reasoning: int = 0
+    num_calls: int = 0
+    num_missed: int = 0
+    seed: int | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finish: str = ""
+    has_ended: bool = False
+    """True once the engine has delivered its final event."""
+    stats: Any = None
+
+    @property
+    def first_token_ms(self) -> float | None:
+        return None if self.first_token_at is None else (self.first_token_at - self.received_at) * 1e3
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode rate, the first token excluded; None while there are fewer than two."""
+        if self.first_token_at is None or self.num_generated < 2 or self.last_token_at == self.first_token_at:
+            return None
+        return (self.num_generated - 1) / (self.last_token_at - self.first_token_at)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status and events."""
+        return {
+            "id": self.id,
+            "api": self.dialect,
+            "client": self.client,
+            "model": self.model,
+            "phase": self.phase,
+            "age_s": round(time.monotonic() - self.received_at, 3),
+            "num_prompt": self.num_prompt,
+            "num_cached": self.num_cached,
+            "num_prefilled": self.num_prefilled,
+            "num_generated": self.num_generated,
+            "num_reasoning": self.num_reasoning,
+            "num_tool_calls": self.num_calls,
+            "num_missed_calls": self.num_missed,
+            "first_token_ms": _rounded(self.first_token_ms),
+            "tokens_per_s": _rounded(self.tokens_per_s),
+            "finish": self.finish,
+        }
+
+
+class Daemon:
+    """The shared state. engine, tokenizer, template, config: what `make_app` was given."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, template: Template, config: Config) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.config = config
+        self.boot_id = secrets.token_hex(5)
+        self.started_at = time.time()
+        self.hub = Hub()
+        self.metrics = Metrics(lambda: self.engine.status().to_dict())
+        self.active: dict[str, RequestRecord] = {}
+        self.is_draining = False
+        self.executor = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="q27app-text")
+        self._counter = itertools.count(1)
+
+    @property
+    def model_id(self) -> str:
+        """The name under which the model is listed: its file's name without .q27."""
+        path = Path(self.config.model.path)
+        return path.stem if path.suffix == ".q27" else path.name
+
+    def next_id(self) -> str:
+        """Unique across restarts."""
+        return f"{self.boot_id}{next(self._counter):x}"
+
+    def begin(self, request_id: str, dialect: str, client: str) -> RequestRecord:
+        """Open the record of a request for an answer. Raises Overloaded while draining."""
+        if self.is_draining:
+            raise Overloaded("the daemon is shutting down.", "Try again when it is back.", retry_after_s=10)
+        record = RequestRecord(request_id, dialect, client, time.monotonic())
+        self.active[record.id] = record
+        self.metrics.active.inc()
+        return record
+
+    def end(self, record: RequestRecord) -> None:
+        """Close the record: metrics, one log line, one event."""
+        del self.active[record.id]
+        self._count(record)
+        fields = record.to_dict()
+        self.hub.publish("request", **fields)
+        stats = record.stats
+        accepted = stats.num_accepted / stats.num_steps if stats is not None and stats.num_steps else 0.0
+        line = {
+            "id": record.id,
+            "api": record.dialect,
+            "client": record.client,
+            "prompt": record.num_prompt,
+            "cached": record.num_cached,
+            "generated": record.num_generated,
+            "reasoning": record.num_reasoning,
+            "calls": record.num_calls,
+            "missed": record.num_missed,
+            "first_token_ms": fields["first_token_ms"],
+            "tok/s": fields["tokens_per_s"],
+            "accepted/step": round(accepted, 2),
+            "seed": record.seed,
+            "finish": record.finish,
+        }
+        log.info("%s", " ".join(f"{name}={value}" for name, value in line.items()))
+
+    def _count(self, record: RequestRecord) -> None:
+        metrics, api = self.metrics, record.dialect
+        metrics.active.dec()
+        outcome = record.finish.partition(":")[0]
+        metrics.requests.labels(api, outcome).inc()
+        metrics.request_seconds.labels(api).observe(time.monotonic() - record.received_at)
+        if outcome == "disconnected":
+            metrics.disconnects.labels(record.phase).inc()
+        if record.first_token_ms is not None:
+            metrics.ttft_seconds.labels(api).observe(record.first_token_ms / 1e3)
+        metrics.prompt_tokens.inc(record.num_prompt if record.phase in ("prefill", "decode") else 0)
+        metrics.cached_tokens.inc(record.num_cached)
+        metrics.generated_tokens.inc(record.num_generated)
+        metrics.reasoning_tokens.inc(record.num_reasoning)
+        metrics.tool_calls.labels("clean").inc(record.num_calls)
+        metrics.tool_calls.labels("missed").inc(record.num_missed)
+        if record.stats is not None:
+            metrics.queue_seconds.observe(record.stats.queue_ms / 1e3)
+            metrics.prefill_seconds.inc(record.stats.prefill_ms / 1e3)
+            metrics.decode_seconds.inc(record.stats.decode_ms / 1e3)
+            metrics.drafted_tokens.inc(record.stats.num_drafted)
+            metrics.accepted_tokens.inc(record.stats.num_accepted)
+
+    def trouble(self) -> str:
+        """Why the daemon cannot be called alive, or ""."""
+        status = self.engine.status()
+        if status.state in ("failed", "closed"):
+            return str(status.error or f"the engine is {status.state}.")
+        age = status.heartbeat_age_s or 0.0
+        if status.state == "ready" and age > HEARTBEAT_LIMIT_S:
+            return f"the engine thread has given no sign of life for {age:.0f} s (limit {HEARTBEAT_LIMIT_S:.0f} s)."
+        return ""
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+DAEMON = web.AppKey("daemon", Daemon)
+REQUEST_ID: Any = web.RequestKey("id", str) if hasattr(web, "RequestKey") else "q27app.id"
+"""Where a request's id is kept; typed keys for requests are younger than the oldest aiohttp that we take."""

@@ -1,0 +1,115 @@
+"""The OpenAI Completions dialect: POST /v1/completions. The prompt is encoded raw: control tokens in it count."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from q27app.chat.types import ChatRequest, Delta, Usage
+from q27app.daemon import fields
+from q27app.daemon.answer import Answer
+from q27app.daemon.identity import Identity
+from q27app.daemon.openai_chat import FINISH_REASONS, usage_of, wants_usage
+from q27app.daemon.sse import COMMENT, DONE, data
+from q27app.errors import BadRequest
+
+NAME = "completions"
+
+
+def parse(body: fields.Object) -> ChatRequest:
+    """The request in a body. Raises BadRequest naming the field. Unknown fields are ignored."""
+    fields.refuse_unsupported(body)
+    for key in ("echo", "suffix"):
+        if body.get(key):
+            raise BadRequest(f"{key}: not supported.", "Leave it out.", key)
+    logprobs = fields.integer(body, "logprobs")
+    if logprobs is not None and not 0 <= logprobs <= fields.MAX_LOGPROBS:
+        raise BadRequest(f"logprobs: {logprobs} is outside 0 to {fields.MAX_LOGPROBS}.", param="logprobs")
+    return ChatRequest(
+        prompt=_prompt(body.get("prompt")),
+        sampling=fields.sampling(body, fields.integer(body, "max_tokens"), logprobs),
+        stop=fields.stop_strings(body, "stop"),
+        stream=fields.boolean(body, "stream") or False,
+        include_usage=wants_usage(body),
+        model=fields.string(body, "model") or "",
+        dialect=NAME,
+    )
+
+
+def _prompt(raw: Any) -> str | tuple[int, ...]:
+    if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], (str, list)):
+        raw = raw[0]
+    if isinstance(raw, str) and raw:
+        return raw
+    if isinstance(raw, list) and raw and all(type(item) is int for item in raw):
+        return tuple(raw)
+    if isinstance(raw, list) and len(raw) > 1 and all(isinstance(item, (str, list)) for item in raw):
+        raise BadRequest(
+            f"prompt: {len(raw)} prompts in one request are not supported, only 1.",
+            "Send one request for each.",
+            "prompt",
+        )
+    error = BadRequest("prompt: the prompt is empty; expected a string or an array of token ids.", param="prompt")
+    error.code = "empty_prompt"
+    raise error
+
+
+def render(identity: Identity, answer: Answer) -> dict[str, Any]:
+    """The reply to a request without stream."""
+    choice = {
+        "index": 0,
+        "text": answer.text,
+        "finish_reason": FINISH_REASONS[answer.finish],
+        "logprobs": _columns(answer.logprobs),
+    }
+    return {
+        "id": f"cmpl-{identity.id}",
+        "object": "text_completion",
+        "created": identity.created,
+        "model": identity.model,
+        "choices": [choice],
+        "usage": usage_of(answer.usage),
+    }
+
+
+async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
+    """The stream, chunk by chunk. The first byte is a comment: there is no role to announce."""
+    async for delta in deltas:
+        if delta.kind in ("start", "ping"):
+            yield COMMENT
+        elif delta.kind == "text":
+            yield _chunk(identity, delta.text, None, delta.logprobs)
+        elif delta.kind == "finish":
+            yield _chunk(identity, "", FINISH_REASONS[delta.finish or "stop"])
+            if identity.include_usage:
+                yield data({**_envelope(identity), "choices": [], "usage": usage_of(delta.usage or Usage())})
+            yield DONE
+
+
+def _envelope(identity: Identity) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{identity.id}",
+        "object": "text_completion",
+        "created": identity.created,
+        "model": identity.model,
+    }
+
+
+def _chunk(identity: Identity, text: str, finish: str | None, logprobs: tuple[dict[str, Any], ...] = ()) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": _columns(logprobs)}
+    chunk = {**_envelope(identity), "choices": [choice]}
+    if identity.include_usage:
+        chunk["usage"] = None
+    return data(chunk)
+
+
+def _columns(entries: Any) -> dict[str, Any] | None:
+    """Log probabilities as this dialect writes them: one list a column."""
+    if not entries:
+        return None
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{best["token"]: best["logprob"] for best in entry["top_logprobs"]} for entry in entries],
+        "text_offset": None,
+    }

@@ -1,0 +1,75 @@
+"""Server-sent events out: headers at once, one write per piece, an end that the client can tell from a failure.
+
+A client that takes nothing for `WRITE_TIMEOUT_S` is cut off. Nothing is compressed or buffered on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from q27app.daemon.failures import as_q27_error, dump, error_event
+from q27app.errors import Q27Error
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+log = logging.getLogger("q27app.daemon")
+
+WRITE_TIMEOUT_S = 120.0
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(name: str, data: object) -> bytes:
+    """A named event (Anthropic, Responses, /admin/events)."""
+    return b"event: " + name.encode() + b"\ndata: " + dump(data) + b"\n\n"
+
+
+def data(value: object) -> bytes:
+    """An unnamed event (OpenAI)."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+COMMENT = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+async def send(
+    request: web.Request,
+    chunks: AsyncIterator[bytes],
+    dialect: str,
+    headers: dict[str, str],
+    on_failure: Callable[[BaseException], None] = lambda error: None,
+) -> web.StreamResponse:
+    """Stream `chunks`. An error out of the iterator becomes the dialect's error event, and the stream ends there.
+
+    on_failure learns of it. Raises ConnectionResetError if the client has gone or takes nothing.
+    """
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={**HEADERS, **headers})
+    await response.prepare(request)
+    try:
+        async for chunk in chunks:
+            await _write(request, response, chunk)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        on_failure(error)
+        if not isinstance(error, Q27Error):
+            log.exception("request %s failed after its headers were sent", headers.get("request-id", "?"))
+        await _write(request, response, error_event(as_q27_error(error, headers.get("request-id", "")), dialect))
+    await response.write_eof()
+    return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write(chunk)
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client took nothing for {WRITE_TIMEOUT_S:.0f} s") from error

@@ -1,0 +1,127 @@
+"""The daemon's metrics, on prometheus-client with a registry of their own, so that two apps in one process don't mix.
+
+Counters and histograms are moved by the daemon's loop; figures that the engine owns are read from its status when
+somebody scrapes. Names start with `q27app_`, units are base units, rates are left to the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from q27app import __version__
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = ("unloaded", "loading", "ready", "failed", "draining", "closed")
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Metrics:
+    """One daemon's metrics. read_status: gives `EngineStatus.to_dict()`; called at each scrape, must be quick."""
+
+    def __init__(self, read_status: Callable[[], dict[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self._add_requests()
+        self._add_tokens()
+        build = Gauge("q27app_build_info", "Version of the daemon.", ["version"], registry=self.registry)
+        build.labels(__version__).set(1)
+        self.registry.register(_EngineCollector(read_status))
+
+    def _add_requests(self) -> None:
+        registry = self.registry
+        self.requests = Counter(
+            "q27app_requests_total", "Requests for an answer.", ["api", "outcome"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "q27app_request_seconds",
+            "From the request's head to the last byte.",
+            ["api"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.ttft_seconds = Histogram(
+            "q27app_ttft_seconds",
+            "From the request's head to the first token.",
+            ["api"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.queue_seconds = Histogram(
+            "q27app_queue_seconds", "Waiting for a slot.", buckets=_SECONDS, registry=registry
+        )
+        self.disconnects = Counter(
+            "q27app_disconnects_total", "Clients that left early.", ["phase"], registry=registry
+        )
+        self.tool_calls = Counter("q27app_tool_calls_total", "Tool calls in answers.", ["result"], registry=registry)
+        self.active = Gauge("q27app_requests_active", "Requests for an answer in flight.", registry=registry)
+
+    def _add_tokens(self) -> None:
+        registry = self.registry
+        self.prompt_tokens = Counter(
+            "q27app_prompt_tokens_total", "Prompt tokens, cached ones included.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "q27app_prompt_cached_tokens_total", "Prompt tokens that were not computed again.", registry=registry
+        )
+        self.generated_tokens = Counter("q27app_generated_tokens_total", "Generated tokens.", registry=registry)
+        self.reasoning_tokens = Counter(
+            "q27app_reasoning_tokens_total", "Generated tokens that were reasoning.", registry=registry
+        )
+        self.prefill_seconds = Counter(
+            "q27app_prefill_seconds_total", "Time requests spent in prefill.", registry=registry
+        )
+        self.decode_seconds = Counter(
+            "q27app_decode_seconds_total", "Time requests spent in decode.", registry=registry
+        )
+        self.drafted_tokens = Counter("q27app_spec_drafted_tokens_total", "Draft tokens proposed.", registry=registry)
+        self.accepted_tokens = Counter(
+            "q27app_spec_accepted_tokens_total", "Draft tokens accepted.", registry=registry
+        )
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    """Turns the engine's status into metrics at scrape time."""
+
+    def __init__(self, read_status: Callable[[], dict[str, Any]]) -> None:
+        self._read_status = read_status
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._read_status()
+        state = GaugeMetricFamily("q27app_engine_state", "1 for the state that the engine is in.", labels=["state"])
+        for name in STATES:
+            state.add_metric([name], float(status.get("state") == name))
+        yield state
+        running, plan = status.get("running") or [], status.get("plan") or {}
+        yield _gauge("q27app_model_loaded", "1 if the model answers.", status.get("state") == "ready")
+        yield _gauge("q27app_slots_used", "Requests that hold a slot.", len(running))
+        yield _gauge("q27app_queue_length", "Requests that wait for a slot.", status.get("waiting"))
+        yield _gauge(
+            "q27app_engine_heartbeat_seconds",
+            "Age of the engine thread's last sign of life.",
+            status.get("heartbeat_age_s"),
+        )
+        yield _gauge("q27app_context_tokens", "Largest window of a request.", plan.get("max_context"))
+        yield _gauge("q27app_slots", "Requests that can run at once.", plan.get("num_slots"))
+        info = {
+            name: str(value)
+            for name, value in (status.get("model") or {}).items()
+            if isinstance(value, (str, int, float))
+        }
+        yield InfoMetricFamily("q27app_model", "What is served.", value=info)
+        for name, value in (status.get("counters") or {}).items():
+            if isinstance(value, (int, float)) and name.isidentifier():
+                yield CounterMetricFamily(f"q27app_engine_{name}", "Counter of the engine.", value=float(value))
+
+
+def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=float(value or 0))

@@ -1,0 +1,237 @@
+"""What operators and supervisors read, and the daemon's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from q27app.client import Client, base_url
+from q27app.errors import BadRequest, EngineDied, Forbidden, NotFound, Q27Error, Unauthorized, Unreachable
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+async def test_root_answers_get_and_head(start):
+    running = await start()
+    assert (await running.get("/"))[0] == 200
+    async with running.session.head(running.url + "/") as response:
+        assert response.status == 200 and await response.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("state", "health", "ready"),
+    [
+        ("ready", 200, 200),
+        ("loading", 200, 503),
+        ("unloaded", 200, 503),
+        ("draining", 200, 503),
+        ("failed", 503, 503),
+        ("closed", 503, 503),
+    ],
+)
+async def test_health_is_about_life_and_ready_about_answers(start, state, health, ready):
+    running = await start()
+    running.engine.state.state = state
+    running.engine.state.error = EngineDied("the fan stopped.") if state == "failed" else None
+    for path, expected in (("/health", health), ("/ready", ready)):
+        status, reply = await running.get(path)
+        assert status == expected
+        assert ("reason" in reply) == (expected != 200)
+        if state == "failed":
+            assert reply["reason"] == "the fan stopped."
+
+
+async def test_an_engine_without_a_heartbeat_is_not_healthy(start):
+    running = await start()
+    running.engine.state.heartbeat_age_s = 500.0
+    status, reply = await running.get("/health")
+    assert status == 503 and "500 s" in reply["reason"]
+
+
+async def test_status_lists_requests_in_flight_without_their_text(start):
+    running = await start(["a", 5.0, "b"])
+    task = asyncio.create_task(
+        running.post("/v1/messages", {"messages": [{"role": "user", "content": "persimmon"}], "max_tokens": 5})
+    )
+    while running.engine.said == 0:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
+    _, status = await running.get("/status")
+    (request,) = status["requests"]
+    assert request["api"] == "messages" and request["phase"] == "decode" and request["num_generated"] == 1
+    assert status["engine"]["state"] == "ready" and status["model"] == "tiny-1"
+    assert "persimmon" not in json.dumps(status)
+    task.cancel()
+    await running.quiet()
+
+
+async def test_metrics_count_requests_and_tokens(start):
+    running = await start(["abc"])
+    for _ in range(2):
+        await running.post("/v1/chat/completions", {"messages": MESSAGES})
+    await running.post("/v1/chat/completions", {"messages": []})
+    async with running.session.get(running.url + "/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        text = await response.text()
+    assert 'q27app_requests_total{api="chat",outcome="stop"} 2.0' in text
+    assert 'q27app_requests_total{api="chat",outcome="error"} 1.0' in text
+    assert "q27app_generated_tokens_total 6.0" in text
+    prompt = len(running.engine.requests[0].prompt)
+    assert f"q27app_prompt_tokens_total {float(2 * prompt)}" in text
+    assert f"q27app_prompt_cached_tokens_total {float(prompt - 1)}" in text
+    assert 'q27app_engine_state{state="ready"} 1.0' in text
+    assert "q27app_engine_steps_total 7.0" in text
+    assert "q27app_ttft_seconds_count" in text
+
+
+async def test_two_apps_have_metrics_of_their_own(start):
+    first, second = await start(), await start()
+    await first.post("/v1/completions", {"prompt": "x"})
+    assert b'outcome="stop"' in first.daemon.metrics.text()
+    assert b'outcome="stop"' not in second.daemon.metrics.text()
+
+
+async def test_models_are_read_by_both_kinds_of_clients(start):
+    running = await start()
+    _, reply = await running.get("/v1/models")
+    (entry,) = reply["data"]
+    assert reply["object"] == "list" and reply["has_more"] is False
+    assert (
+        entry["id"] == "tiny-1" and entry["object"] == entry["type"] == "model" and entry["created_at"].endswith("Z")
+    )
+    status, entry = await running.get("/v1/models/claude-haiku-x")
+    assert (status, entry["id"]) == (200, "claude-haiku-x")
+    assert (await running.get("/v1/models/some/one"))[1]["id"] == "some/one"
+
+
+async def test_a_doubled_prefix_is_accepted(start):
+    running = await start()
+    for path in ("/v1/v1/messages", "/v1/v1/chat/completions"):
+        status, _ = await running.post(path, {"messages": MESSAGES, "max_tokens": 5})
+        assert status == 200
+    assert (await running.get("/v1/v1/models"))[0] == 200
+    status, reply = await running.post("/v1/v1/messages", {})
+    assert (status, reply["type"]) == (400, "error")
+
+
+async def test_a_request_without_model_is_answered_with_the_served_name(start):
+    running = await start()
+    _, reply = await running.post("/v1/chat/completions", {"messages": MESSAGES})
+    assert reply["model"] == "tiny-1"
+
+
+async def test_unload_and_load(start):
+    running = await start()
+    async with Client(running.url) as client:
+        assert await client.unload() == {"state": "unloaded"}
+        assert (await client.ready())["reason"] == "the model is unloaded."
+        assert await client.load() == {"state": "ready"}
+        assert (await client.ready())["ready"] is True
+
+
+async def test_a_load_that_fails_gives_its_reason(start):
+    from concurrent.futures import Future
+
+    running = await start()
+
+    def load() -> Future:
+        future: Future = Future()
+        future.set_exception(EngineDied("no memory left."))
+        return future
+
+    running.engine.load = load
+    async with Client(running.url) as client:
+        with pytest.raises(Q27Error, match="no memory left"):
+            await client.load()
+        assert (await client.load(wait=False))["state"] == "ready"
+
+
+async def test_events_tell_of_requests_and_log_lines(start):
+    import logging
+
+    running = await start(["x"])
+    logging.getLogger("q27app").setLevel("INFO")
+    async with Client(running.url) as client:
+        found = []
+
+        async def read() -> None:
+            async for event in client.events():
+                found.append(event)
+                if {"request", "log"} <= {event["event"] for event in found}:
+                    return
+
+        task = asyncio.create_task(read())
+        await running.post("/v1/completions", {"prompt": "x"})
+        async with asyncio.timeout(3):
+            await task
+    request = next(event for event in found if event["event"] == "request")
+    assert request["finish"] == "stop" and request["num_generated"] == 1
+    assert [event["number"] for event in found] == sorted(event["number"] for event in found)
+
+
+async def test_a_listener_that_lags_loses_the_oldest_events_and_is_told():
+    from q27app.daemon import hub as hub_module
+
+    hub = hub_module.Hub()
+    hub.open()
+    listener = hub.listen(0.05)
+    assert await anext(listener) is None
+    for number in range(hub_module.QUEUE_LENGTH + 50):
+        hub.publish("tick", index=number)
+    await asyncio.sleep(0)
+    first, second = await anext(listener), await anext(listener)
+    assert (first["event"], first["count"]) == ("lost", 50)
+    assert second["index"] == 50
+    hub.close()
+
+
+async def test_the_client_streams_an_answer(start):
+    running = await start(["Hel", 0.25, "lo"])
+    async with Client(running.url) as client:
+        pieces = [piece async for piece in client.chat(MESSAGES, max_tokens=50)]
+        assert "".join(piece.text for piece in pieces if piece.kind == "text") == "Hello"
+        assert any(piece.kind == "ping" for piece in pieces)
+        assert pieces[-1].finish == "stop" and pieces[-1].usage["completion_tokens"] == 5
+        assert await client.models() == ["tiny-1"]
+        assert (await client.health())["status"] == "ok"
+        assert (await client.status())["model"] == "tiny-1"
+
+
+async def test_the_client_gives_every_failure_as_one_of_ours(start, with_server):
+    running = await start(["a", EngineDied("gone.")], config=with_server(api_keys=("k",), admin_keys=("root",)))
+    async with Client(running.url) as client:
+        with pytest.raises(Unauthorized):
+            await client.status()
+    async with Client(running.url, "k") as client:
+        with pytest.raises(Forbidden):
+            await client.load()
+        with pytest.raises(BadRequest, match="at least one message"):
+            [piece async for piece in client.chat([])]
+        with pytest.raises(Q27Error, match="gone"):
+            [piece async for piece in client.chat(MESSAGES)]
+    async with Client(running.url, "root") as client:
+        with pytest.raises(NotFound):
+            await client.cancel("no/such")
+    async with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(Unreachable, match="q27app serve"):
+            await client.health()
+
+
+async def test_leaving_the_clients_stream_cancels_the_request(start):
+    running = await start(["a"] + [0.02, "b"] * 500)
+    async with Client(running.url) as client:
+        stream = client.chat(MESSAGES)
+        async for piece in stream:
+            if piece.kind == "text":
+                break
+        await stream.aclose()
+        await running.quiet()
+    assert len(running.engine.cancels) == 1
+
+
+def test_the_url_of_an_open_address_is_a_loopback_one():
+    assert base_url("0.0.0.0", 1) == "http://127.0.0.1:1"
+    assert base_url("::", 1) == "http://[::1]:1"
+    assert base_url("192.168.1.5", 1) == "http://192.168.1.5:1"

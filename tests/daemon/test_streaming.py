@@ -1,0 +1,214 @@
+"""What a stream does over time: the first byte, pings, disconnects in each phase, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+
+import pytest
+
+MESSAGES = {"max_tokens": 900, "messages": [{"role": "user", "content": "hi"}]}
+PATHS = {
+    "/v1/messages": MESSAGES,
+    "/v1/chat/completions": MESSAGES,
+    "/v1/completions": {"prompt": "hi", "max_tokens": 900},
+}
+LONG_TEXT = "".join(random.Random(7).choices("abcdefghij", k=800))
+EVERY_PATH = pytest.mark.parametrize("path", PATHS)
+
+
+async def open_stream(running, path: str, body: dict, stream: bool = True):
+    """A raw connection that has sent the request: (reader, writer)."""
+    raw = json.dumps({**body, "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 12)
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: localhost:{running.port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n".encode()
+        + raw
+    )
+    await writer.drain()
+    return reader, writer
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    """Returns as soon as `condition` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@EVERY_PATH
+async def test_headers_and_a_first_event_come_before_a_slot_is_free(start, path):
+    running = await start([30.0, "late"])
+    _, blocker = await open_stream(running, path, PATHS[path])
+    await until(lambda: running.engine.num_running == 1)
+    reader, writer = await open_stream(running, path, PATHS[path])
+    async with asyncio.timeout(0.5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        first = await reader.readuntil(b"\n\n")
+    assert b"200 OK" in head and b"text/event-stream" in head and b"no-cache" in head
+    if path == "/v1/messages":
+        assert b"message_start" in first and b'"input_tokens":0' not in first
+    for each in (blocker, writer):
+        each.close()
+    await running.quiet()
+
+
+@EVERY_PATH
+async def test_pings_fill_the_silence_of_a_long_prefill(start, path):
+    running = await start(["done"], prefill_s=0.75)
+    moments = [time.monotonic()]
+    text = b""
+    async with running.session.post(running.url + path, json={**PATHS[path], "stream": True}) as response:
+        async for chunk in response.content.iter_any():
+            moments.append(time.monotonic())
+            text += chunk
+    mark = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
+    assert 3 <= text.count(mark) <= 8
+    assert max(later - earlier for earlier, later in zip(moments, moments[1:])) < 0.5
+    assert b"done" in text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+async def test_a_client_that_leaves_cancels_its_request_once(start, phase, stream):
+    running = await start(["a"] + [0.01, "b"] * 800, prefill_s=30.0 if phase == "prefill" else 0.0)
+    others = []
+    if phase == "queued":
+        others.append((await open_stream(running, "/v1/messages", MESSAGES))[1])
+        await until(lambda: running.engine.num_running == 1)
+    _, writer = await open_stream(running, "/v1/messages", MESSAGES, stream)
+    await until(
+        lambda: (
+            [record.phase for record in running.daemon.active.values()].count(phase) == 1
+            and len(running.engine.requests) == len(others) + 1
+        )
+    )
+    name = running.engine.requests[-1].id
+    writer.close()
+    await until(lambda: name not in running.daemon.active and running.engine.cancels == [name], 1.0)
+    for other in others:
+        other.close()
+    await running.quiet()
+    assert running.engine.cancels.count(name) == 1
+    metric = f'q27app_disconnects_total{{phase="{phase}"}} 1.0'
+    await until(lambda: metric in running.daemon.metrics.text().decode() or phase == "decode" or bool(others), 1.0)
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_rendered_starts_nothing(start):
+    running = await start()
+    original = running.daemon.template
+
+    class Slow:
+        dialect = original.dialect
+
+        def render(self, *args):
+            time.sleep(0.3)
+            return original.render(*args)
+
+    running.daemon.template = Slow()
+    body = {"messages": [{"role": "user", "content": "x" * 20_000}]}
+    _, writer = await open_stream(running, "/v1/messages", body)
+    await until(lambda: [record.phase for record in running.daemon.active.values()] == ["rendering"])
+    writer.close()
+    await until(lambda: not running.daemon.active, 1.0)
+    await asyncio.sleep(0.35)
+    assert running.engine.requests == []
+
+
+async def test_an_identical_resend_leaves_one_request_running(start):
+    running = await start(["x"], prefill_s=30.0, slots=2)
+    _, first = await open_stream(running, "/v1/messages", MESSAGES)
+    await until(lambda: running.engine.num_running == 1)
+    first.close()
+    _, second = await open_stream(running, "/v1/messages", MESSAGES)
+    await until(
+        lambda: (
+            len(running.engine.cancels) == 1 and running.engine.num_running == 1 and len(running.engine.requests) == 2
+        ),
+        2.0,
+    )
+    second.close()
+    await running.quiet()
+
+
+async def test_a_slow_reader_does_not_stall_others(start):
+    """The text is aperiodic, or the guide would end it as a loop."""
+
+    def script(request):
+        return [LONG_TEXT, 0.01] * 30 if request.params.logprobs is not None else ["quick"]
+
+    running = await start(script, slots=2)
+    running.shrink_buffers()
+    raw = json.dumps({**MESSAGES, "max_tokens": 30_000, "stream": True, "logprobs": True}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", running.port))
+        slow.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(raw)}\r\n\r\n".encode()
+            + raw
+        )
+        await until(lambda: running.engine.said == 24_000 and running.engine.is_idle)
+        async with asyncio.timeout(2):
+            status, reply = await running.post("/v1/completions", {"prompt": "hi", "max_tokens": 10})
+        assert (status, reply["choices"][0]["text"]) == (200, "quick")
+        assert len(running.daemon.active) == 1, "the slow reader should still have most of its answer to read"
+    await running.quiet()
+    assert running.engine.cancels == []
+
+
+async def test_a_reader_that_falls_too_far_behind_is_given_up():
+    from q27app.daemon.inbox import Inbox
+    from q27app.engine.request import FinishReason, TokenEvent
+
+    inbox = Inbox(max_backlog=10)
+    for _ in range(100):
+        inbox.deliver(TokenEvent("a", tokens=(1, 2, 3), forced=(False,) * 3))
+    inbox.deliver(TokenEvent("a", finish=FinishReason.STOP))
+    events = await inbox.take(1.0)
+    assert inbox.has_overflowed
+    assert sum(len(event.tokens) for event in events) <= 10 and events[-1].finish is FinishReason.STOP
+
+
+async def test_progress_events_replace_each_other():
+    from q27app.daemon.inbox import Inbox
+    from q27app.engine.request import TokenEvent
+
+    inbox = Inbox()
+    for count in range(1000):
+        inbox.deliver(TokenEvent("a", prefilled=count))
+    assert [event.prefilled for event in await inbox.take(1.0)] == [999]
+    assert await inbox.take(0.01) == []
+
+
+async def test_tokens_of_one_wake_up_make_one_write(start):
+    running = await start(["a"] * 500)
+    text = await running.stream("/v1/chat/completions", PATHS["/v1/chat/completions"])
+    assert text.count("chat.completion.chunk") < 250
+    assert (
+        sum(
+            json.loads(line[6:])["choices"][0]["delta"].get("content", "").count("a")
+            for line in text.split("\n")
+            if line.startswith("data: {")
+        )
+        == 500
+    )
+
+
+async def test_an_operator_can_end_a_request(start):
+    running = await start(["a", 30.0, "b"])
+    reader, writer = await open_stream(running, "/v1/messages", MESSAGES)
+    await until(lambda: running.engine.said == 1)
+    name = running.engine.requests[0].id
+    status, reply = await running.post(f"/admin/cancel/{name}", {})
+    assert (status, reply) == (200, {"id": name, "cancelled": True})
+    text = (await reader.read()).decode() if reader.at_eof() else (await reader.readuntil(b"event: error")).decode()
+    assert "message_stop" not in text
+    writer.close()
+    await running.quiet()
+    assert running.engine.cancels == [name]
+    assert (await running.post("/admin/cancel/none_such", {}))[0] == 404
