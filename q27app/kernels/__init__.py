@@ -1,1 +1,35 @@
-"""ROOM 3. The arithmetic, written twice. Start at backend.py. Imports: weights, ground floor."""
+"""ROOM 3. The arithmetic, written twice: in NumPy to be read, in CUDA to be fast.
+
+Start at backend.py (the one interface) and batch.py (what a pass is given); reference.py and reference_sample.py say what
+every operation computes. The NumPy backend: numpy_backend.py, then numpy_pass, numpy_state, numpy_linear, numpy_attention,
+numpy_delta. kv_formats.py is the table of key and value formats. Imports: weights, ground floor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q27app.errors import GpuError, UsageError
+
+if TYPE_CHECKING:
+    from q27app.kernels.backend import Backend
+
+BACKEND_NAMES = ("auto", "cuda", "numpy")
+
+
+def open_backend(name: str = "auto") -> Backend:
+    """Open a backend. "auto" is CUDA if this machine has an NVIDIA device, else NumPy.
+
+    Raises GpuError if a device is there, or was asked for, and cannot be used: never NumPy in its place. UsageError for an
+    unknown name."""
+    if name not in BACKEND_NAMES:
+        raise UsageError(f"backend {name!r} is unknown.", f"Choose one of {', '.join(BACKEND_NAMES)}.")
+    if name == "auto":
+        from q27app.gpu import nvidia_device_exists
+
+        name = "cuda" if nvidia_device_exists() else "numpy"
+    if name == "cuda":
+        raise GpuError("this version has no CUDA backend.", "Choose the CPU with --backend numpy.")
+    from q27app.kernels.numpy_backend import NumpyBackend
+
+    return NumpyBackend()
