@@ -184,7 +184,7 @@ class Writer:
 def _open_locked(partial: Path) -> int:
     """Open and lock `partial`, making it if needed; its descriptor. The lock ends with the descriptor."""
     try:
-        while True:
+        for _ in range(100):
             file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,6 +198,7 @@ def _open_locked(partial: Path) -> int:
         raise UsageError(f"{partial} is being written by another process.", "Wait for it, or choose another name.") from None
     except OSError as problem:
         raise UsageError(f"{partial} cannot be written: {problem}.") from problem
+    raise UsageError(f"{partial} changes all the time; expected one writer.", "Stop the other writers of this file.")
 
 
 def _check_rows(where: str, kind: str, array: np.ndarray, dtype: type, width: int) -> None:

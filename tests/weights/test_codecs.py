@@ -56,6 +56,12 @@ def test_golden_bytes_of_b1():
     assert scales.view(np.uint16).tolist() == [[0x3C00]]
 
 
+def test_a_zero_is_positive_in_b1():
+    signs = np.full((1, 128), -2, np.float32)
+    signs[0, 3] = 0
+    assert encode(signs, B1_G128)[0].tobytes() == bytes([0b1000]) + b"\0" * 15
+
+
 def test_golden_bytes_of_f16_and_f32():
     assert encode(row_of([1.0, -2.5], 3), F16)[0].tobytes() == bytes([0x00, 0x3C, 0x00, 0xC1, 0, 0])
     assert encode(row_of([1.0], 2), F32)[0].tobytes() == bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0])

@@ -168,8 +168,11 @@ def test_the_mtp_block_is_found_by_its_own_index():
 
 
 def test_block_64_of_a_deeper_model_is_an_ordinary_block():
-    plan = tier_entries("q4s", "3.6", ["token_embd.weight", "blk.64.ffn_down.weight", "blk.640.ffn_up.weight"], 80)
-    assert plan.dtypes["blk.64.ffn_down.weight"] is Q4_G64
+    assert tier_entries("q4s", "3.6", ["blk.64.ffn_down.weight"], 80).dtypes["blk.64.ffn_down.weight"] is Q4_G64
+
+
+def test_a_block_whose_number_begins_with_the_mtp_index_is_an_ordinary_block():
+    assert tier_entries("q4s", "3.6", ["blk.10.ffn_up.weight"], 1).dtypes["blk.10.ffn_up.weight"] is Q4_G64
 
 
 def test_a_model_without_mtp_has_no_promoted_block():
