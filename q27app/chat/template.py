@@ -81,10 +81,10 @@ def recognize(source: str, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _writes_the_same(carried: Template, native: Template) -> bool:
+def _writes_the_same(carried: JinjaTemplate, native: Template) -> bool:
     try:
         return all(
-            carried.render(request, thinking, effort).text == native.render(request, thinking, effort).text
+            carried.plain_text(request, thinking, effort) == native.render(request, thinking, effort).text
             for request in _trials()
             for thinking, effort in ((True, None), (False, None), (True, "low"), (True, "medium"))
         )

@@ -53,26 +53,37 @@ class JinjaTemplate:
         raw = render_raw(request, self._tokenizer)
         if raw is not None:
             return raw
+        text, stable, mark = self._run(request, thinking, effort)
+        thinks = text[stable:].rstrip().endswith("<think>")
         forced = is_tool_forced(request)
+        if forced:
+            text += ("\n</think>\n\n" if thinks else "") + TOOL_CALL_OPEN
+        return self._rendered(text, stable, mark, "tool" if forced else "reasoning" if thinks else "text")
+
+    def plain_text(self, request: ChatRequest, thinking: bool, effort: str | None = None) -> str:
+        """What the template itself writes when nobody guards content. Raises BadRequest as `render` does."""
+        return self._run(request, thinking, effort, guards=False)[0]
+
+    def _run(self, request: ChatRequest, thinking: bool, effort: str | None, guards: bool = True) -> tuple[str, int, str]:
+        """(the prompt's text, characters of it before the answer's opener, the private character in it)."""
         system, rest = split_system(request.messages)
         messages = template_messages(turns_of(rest), system)
         declarations = [tool.declaration for tool in offered_tools(request.tools, request.tool_choice)]
         mark = self._breaker.choose(messages, declarations)
+        if guards:
+            messages = [self._breaker.broken_message(message, mark) for message in messages]
+            declarations = self._breaker.broken(declarations, mark, whole_only=True)
         variables: dict[str, Any] = {
-            "messages": [self._breaker.broken_message(message, mark) for message in messages],
-            "tools": self._breaker.broken(declarations, mark, whole_only=True) or None,
-            "enable_thinking": thinking and not forced,
+            "messages": messages,
+            "tools": declarations or None,
+            "enable_thinking": thinking and not is_tool_forced(request),
             "bos_token": "", "eos_token": TURN_END,
         }
         if effort is not None:
             variables["reasoning_effort"] = effort
         text = self._template.run(add_generation_prompt=True, **variables)
         history = self._template.run(add_generation_prompt=False, **variables)
-        stable = len(history) if text.startswith(history) else 0
-        thinks = text[stable:].rstrip().endswith("<think>")
-        if forced:
-            text += ("\n</think>\n\n" if thinks else "") + TOOL_CALL_OPEN
-        return self._rendered(text, stable, mark, "tool" if forced else "reasoning" if thinks else "text")
+        return text, len(history) if text.startswith(history) else 0, mark
 
     def _rendered(self, text: str, stable: int, mark: str, channel: str) -> Rendered:
         system = text.find(f"{TURN_END}\n", 0, stable) if text.startswith("<|im_start|>system") else -1

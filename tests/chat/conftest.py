@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from q27app.chat.tokenizer import Tokenizer
-from q27app.chat.types import Message, TextPart, Tool
 from q27app.chat.vocabulary import SPLIT_PATTERNS, byte_alphabet, split_pre_tokenizer
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -59,15 +58,3 @@ def qwen(reference_metadata) -> Tokenizer:
     first = tokens.index("<|im_end|>") + 1
     tokens[first : first + len(MARKERS)] = MARKERS
     return Tokenizer.from_metadata({**reference_metadata, "tokenizer.ggml.tokens": tokens})
-
-
-def message(role: str, *parts: Any) -> Message:
-    return Message(role, tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
-
-
-def make_tool(name: str, description: str = "", required: tuple[str, ...] = (), **types: Any) -> Tool:
-    """A declared function; types: property -> JSON type."""
-    properties = {key: {"type": kind} if isinstance(kind, str) else kind for key, kind in types.items()}
-    parameters = {"type": "object", "properties": properties, "required": list(required)}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return Tool(name, description, parameters, {"type": "function", "function": function})
