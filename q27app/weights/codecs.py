@@ -2,16 +2,17 @@
 
 Rules, for a group of weights w with float32 arithmetic and h(x) = x rounded to float16:
 
-    format    s                              code of w                              value of a code
-    Q4_G64    max|w| / 7, 1e-8 if that is 0    clip(rint(w / s), -8, 7) + 8           (code - 8) * h(s)
-    Q8_G128   max|w| / 127, 1e-8 if 0          clip(rint(w / s), -127, 127)           code * h(s)
-    T2_G128   max|w|, 1e-8 if 0                clip(rint(w / s), -1, 1) + 1           (code - 1) * h(s); code 3 is refused
-    B1_G128   mean|w|                          1 if w >= 0 else 0                     (2 code - 1) * h(s)
+    format    s                             code of w                        value of a code
+    Q4_G64    max|w| / 7, 1e-8 if that is 0   clip(rint(w / s), -8, 7) + 8     (code - 8) * h(s)
+    Q8_G128   max|w| / 127, 1e-8 if 0         clip(rint(w / s), -127, 127)     code * h(s)
+    T2_G128   max|w|, 1e-8 if 0               clip(rint(w / s), -1, 1) + 1     (code - 1) * h(s); there is no code 3
+    B1_G128   mean|w|                         1 if w >= 0 else 0               (2 code - 1) * h(s)
 
-`rint` rounds half to even, the division uses the float32 s before h. Codes lie in column order from the low bits of a byte
-up; Q8 codes are int8. T2 and B1 give ternary and binary weights back without loss.
+`rint` rounds half to even, the division uses the float32 s before h. Codes lie in column order from the low bits of a
+byte up; Q8 codes are int8. T2 and B1 give ternary and binary weights back without loss.
 
-Encoding works in blocks that stay in a core's cache and divides the rows among threads (NumPy releases the interpreter).
+Encoding works in blocks that stay in a core's cache and divides the rows among threads (NumPy releases the
+interpreter).
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import numpy as np
 
 from q27app.errors import FileFormatError
 from q27app.weights.dtypes import (
-    B1_G128, F16, F32, Q4_G64, Q8_G128, T2_G128, DType, require_readable, row_bytes, scales_per_row,
+    B1_G128,
+    F16,
+    F32,
+    Q4_G64,
+    Q8_G128,
+    T2_G128,
+    DType,
+    require_readable,
+    row_bytes,
+    scales_per_row,
 )
 
 BLOCK_WEIGHTS = 1 << 17
@@ -48,9 +58,9 @@ def encode(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Quantise `values` [rows, cols] (any float type).
 
-    Returns data uint8 [rows, row_bytes] and scales float16 [rows, groups], or None for F32 and F16. `name` is the tensor's,
-    for errors. FileFormatError: columns that the group does not divide; values that are not finite or that the format's
-    float16 part cannot hold. threads: None takes the machine's cores, at most MAX_THREADS.
+    Returns data uint8 [rows, row_bytes] and scales float16 [rows, groups], or None for F32 and F16. `name` is the
+    tensor's, for errors. FileFormatError: columns that the group does not divide; values that are not finite or that
+    the format's float16 part cannot hold. threads: None takes the machine's cores, at most MAX_THREADS.
     """
     where = name or "tensor"
     require_readable(dtype, where)
@@ -73,7 +83,8 @@ def encode(
 def decode(dtype: DType, data: np.ndarray, scales: np.ndarray | None, cols: int, name: str = "") -> np.ndarray:
     """The float32 [rows, cols] of `data` uint8 [rows, row_bytes] and `scales` float16 [rows, cols / group].
 
-    FileFormatError: a T2 code that does not exist. Scales are taken as they are; `container` refuses those that are not finite.
+    FileFormatError: a T2 code that does not exist. Scales are taken as they are; `container` refuses those that are
+    not finite.
     """
     require_readable(dtype, name)
     rows = data.shape[0]
@@ -84,7 +95,7 @@ def decode(dtype: DType, data: np.ndarray, scales: np.ndarray | None, cols: int,
     values = np.empty((rows, cols), np.float32)
     step = max(1, BLOCK_WEIGHTS // max(1, cols))
     for first in range(0, rows, step):
-        block = np.ascontiguousarray(data[first:first + step])
+        block = np.ascontiguousarray(data[first : first + step])
         if dtype is T2_G128 and _bad_ternary()[block].any():
             raise FileFormatError(
                 f"{name or 'tensor'}: T2_G128 data holds the code 3, which does not exist; codes are 0, 1 and 2.",
@@ -92,8 +103,8 @@ def decode(dtype: DType, data: np.ndarray, scales: np.ndarray | None, cols: int,
             )
         codes = block.view(np.int8) if dtype is Q8_G128 else _expand(dtype, block)
         grouped = (len(block), cols // dtype.group, dtype.group)
-        factors = scales[first:first + step].astype(np.float32)[:, :, None]
-        np.multiply(codes.reshape(grouped), factors, out=values[first:first + step].reshape(grouped))
+        factors = scales[first : first + step].astype(np.float32)[:, :, None]
+        np.multiply(codes.reshape(grouped), factors, out=values[first : first + step].reshape(grouped))
     return values
 
 
@@ -163,7 +174,7 @@ def _encode_levels(block: np.ndarray, dtype: DType, data: np.ndarray, scratch: n
 
 
 def _join_pairs(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Each pair of neighbouring bytes as one number: the first in the low `bits`, the second above; the low byte counts."""
+    """Each pair of neighbouring bytes as one number, of which the low byte counts: the first in its low `bits`."""
     pairs = codes.view("<u2")
     joined = pairs >> np.uint16(8 - bits)
     joined |= pairs
@@ -184,8 +195,8 @@ def _refuse_unrepresentable(dtype: DType, data: np.ndarray, scales: np.ndarray |
     if bad is not None:
         part = f"scale of group {bad[1]}" if scales is not None else f"column {bad[1]}"
         raise FileFormatError(
-            f"{where}: row {bad[0]}, {part} is not finite in {dtype.name} (the source holds a NaN, an infinity or a value that "
-            "float16 cannot hold).",
+            f"{where}: row {bad[0]}, {part} is not finite in {dtype.name} (the source holds a NaN, "
+            "an infinity or a value that float16 cannot hold).",
             "Check the source file; a damaged download is the usual cause.",
         )
 
@@ -195,7 +206,7 @@ def first_not_finite(stored: np.ndarray) -> tuple[int, int] | None:
     exponent, bits = (0x7C00, np.uint16) if stored.dtype == np.float16 else (0x7F800000, np.uint32)
     step = max(1, BLOCK_WEIGHTS // max(1, stored.shape[1]))
     for first in range(0, stored.shape[0], step):
-        patterns = np.ascontiguousarray(stored[first:first + step]).view(bits) & bits(exponent)
+        patterns = np.ascontiguousarray(stored[first : first + step]).view(bits) & bits(exponent)
         if patterns.size and patterns.max() == exponent:
             row, col = divmod(int(np.argmax(patterns == exponent)), stored.shape[1])
             return first + row, col
@@ -204,7 +215,7 @@ def first_not_finite(stored: np.ndarray) -> tuple[int, int] | None:
 
 @cache
 def _code_values(dtype: DType) -> np.ndarray:
-    """float32 [256, weights of a byte]: the code values of each byte before the scale, for formats below a byte a weight."""
+    """float32 [256, weights of a byte]: each byte's code values before the scale, for formats below a byte a weight."""
     byte = np.arange(256)[:, None]
     if dtype is Q4_G64:
         return (((byte >> np.array([0, 4])) & 15) - 8).astype(np.float32)

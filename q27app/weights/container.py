@@ -9,13 +9,14 @@ The file, version 1, little endian (`pad` = zeros up to the next multiple of 256
         u64 data offset, u64 data size, u64 scale offset, u64 scale size    offsets count from the data section
     pad; data section: for each tensor its data, pad, and where the format has scales the scales, pad
 
-A format without scales has scale offset and size 0. Offsets are multiples of 256, blobs do not overlap, and the file ends
-with the last blob or its pad. The metadata that `writer` writes ends with the key CHECKSUM_KEY, the SHA-256 of everything
-before the data section with the 64 digits themselves taken as zeros; where the key is there it must be right.
+A format without scales has scale offset and size 0. Offsets are multiples of 256, blobs do not overlap, and the file
+ends with the last blob or its pad. The metadata that `writer` writes ends with the key CHECKSUM_KEY, the SHA-256 of
+everything before the data section with the 64 digits themselves taken as zeros; where the key is there it must be
+right.
 
 Nothing a file says about itself is believed before it is compared with the file's size, so memory stays below a small
-multiple of the header. Every defect is a `FileFormatError` with the file, the tensor, what was found and what was expected.
-The arrays are views of the map: they stay valid after `close` as long as somebody holds them.
+multiple of the header. Every defect is a `FileFormatError` with the file, the tensor, what was found and what was
+expected. The arrays are views of the map: they stay valid after `close` as long as somebody holds them.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class Container:
     A context manager; `close` drops the tensors and unmaps the file as soon as no array refers to it.
     """
 
-    def __init__(self, path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor], mapping: mmap.mmap | None = None):
+    def __init__(
+        self, path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor], mapping: mmap.mmap | None = None
+    ):
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
@@ -173,10 +176,12 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     tensors = {}
     for record in records:
         rows = record.shape[0] if len(record.shape) == 2 else 1
-        data = file[data_start + record.data.start:data_start + record.data.stop].reshape(rows, -1)
+        data = file[data_start + record.data.start : data_start + record.data.stop].reshape(rows, -1)
         scales = None
         if record.scales:
-            scales = file[data_start + record.scales.start:data_start + record.scales.stop].view("<f2").reshape(rows, -1)
+            scales = (
+                file[data_start + record.scales.start : data_start + record.scales.stop].view("<f2").reshape(rows, -1)
+            )
         tensors[record.name] = Tensor(record.name, record.dtype, record.shape, data, scales, path.name)
     del file
     return Container(path, metadata, tensors, mapping)
@@ -211,26 +216,31 @@ def _read_header(mapping: mmap.mmap, file: str) -> tuple[dict[str, Any], list[_R
     table_start = HEADER.size + metadata_bytes
     if metadata_bytes > MAX_METADATA_BYTES or table_start > size:
         limit = min(MAX_METADATA_BYTES, size - HEADER.size)
-        raise FileFormatError(f"{file}: the header announces {metadata_bytes} bytes of metadata, at most {limit} are possible.", _DAMAGED)
+        raise FileFormatError(
+            f"{file}: the header announces {metadata_bytes} bytes of metadata, at most {limit} are possible.", _DAMAGED
+        )
     room = (size - table_start) // SHORTEST_RECORD
     if not 1 <= num_tensors <= min(MAX_TENSORS, room):
         raise FileFormatError(
             f"{file}: the header announces {num_tensors} tensors, expected 1 to {min(MAX_TENSORS, room)} "
-            f"({size - table_start} bytes are left for them).", _DAMAGED,
+            f"({size - table_start} bytes are left for them).",
+            _DAMAGED,
         )
-    text = mapping[HEADER.size:table_start]
+    text = mapping[HEADER.size : table_start]
     metadata = parse_metadata(text, file)
     records, table_end = _read_table(mapping, table_start, num_tensors, file)
     data_start = table_end + -table_end % ALIGNMENT
     _check_layout(records, data_start, size, file)
     digest = metadata.pop(CHECKSUM_KEY, None)
     if digest is not None and digest != header_checksum(mapping[:data_start], table_start):
-        raise FileFormatError(f"{file}: the header's checksum does not match its content ({CHECKSUM_KEY} is {digest!r}).", _DAMAGED)
+        raise FileFormatError(
+            f"{file}: the header's checksum does not match its content ({CHECKSUM_KEY} is {digest!r}).", _DAMAGED
+        )
     return metadata, records, data_start
 
 
 def header_checksum(header: bytes, table_start: int) -> str:
-    """SHA-256, in hex, of everything before the data section, its own 64 digits at the metadata's end taken as zeros."""
+    """SHA-256, in hex, of everything before the data section, its own digits at the metadata's end taken as zeros."""
     digits = slice(table_start - 2 - 64, table_start - 2)
     blank = bytearray(header)
     blank[digits] = b"0" * len(blank[digits])
@@ -244,7 +254,9 @@ def _read_table(mapping: mmap.mmap, start: int, count: int, file: str) -> tuple[
         previous = f"after {records[-1].name}" if records else "first"
         record, start = _read_record(mapping, start, f"{file}: tensor {index} ({previous})", file)
         if record.name in names:
-            raise FileFormatError(f"{file}: {record.name} occurs twice in the tensor table, expected unique names.", _DAMAGED)
+            raise FileFormatError(
+                f"{file}: {record.name} occurs twice in the tensor table, expected unique names.", _DAMAGED
+            )
         names.add(record.name)
         records.append(record)
     return records, start
@@ -257,7 +269,10 @@ def _read_record(mapping: mmap.mmap, start: int, where: str, file: str) -> tuple
         nonlocal start
         end = start + struct.calcsize(layout)
         if end > len(mapping):
-            raise FileFormatError(f"{where}: the file ends at {len(mapping)} inside the tensor table, expected at least {end} bytes.", _DAMAGED)
+            raise FileFormatError(
+                f"{where}: the file ends at {len(mapping)} inside the tensor table, expected at least {end} bytes.",
+                _DAMAGED,
+            )
         values = struct.unpack_from(layout, mapping, start)
         start = end
         return values
@@ -299,7 +314,9 @@ def _check_record(name: str, dtype: DType, shape: tuple[int, ...], sizes: tuple[
     data_offset, data_size, scale_offset, scale_size = sizes
     for kind, found, expected in (("data", data_size, data_bytes), ("scales", scale_size, scale_bytes)):
         if found != expected:
-            raise FileFormatError(f"{where}: {found} bytes of {kind}, expected {expected} for {dtype.name} {list(shape)}.", _DAMAGED)
+            raise FileFormatError(
+                f"{where}: {found} bytes of {kind}, expected {expected} for {dtype.name} {list(shape)}.", _DAMAGED
+            )
     if bool(scale_offset) != bool(dtype.group):
         expected_offset = "a multiple of 256 above 0" if dtype.group else "0 (the format has no scales)"
         raise FileFormatError(f"{where}: scale offset {scale_offset}, expected {expected_offset}.", _DAMAGED)
@@ -319,14 +336,21 @@ def _check_layout(records: list[_Record], data_start: int, size: int, file: str)
     room = max(0, size - data_start)
     for (_, end, name), (offset, _, other) in zip(blobs, blobs[1:]):
         if offset < end:
-            raise FileFormatError(f"{file}: {name} ends at {end}, but {other} starts at {offset}; expected no overlap.", _DAMAGED)
+            raise FileFormatError(
+                f"{file}: {name} ends at {end}, but {other} starts at {offset}; expected no overlap.", _DAMAGED
+            )
     for _, end, name in blobs:
         if end > room:
-            raise FileFormatError(f"{file}: {name} ends at {end} of the data section, which has {room} bytes.", _DAMAGED)
+            raise FileFormatError(
+                f"{file}: {name} ends at {end} of the data section, which has {room} bytes.", _DAMAGED
+            )
     end = data_start + blobs[-1][1]
     padded = end + -end % ALIGNMENT
     if size not in (end, padded):
-        raise FileFormatError(f"{file}: {size} bytes, but the last tensor ends at {end} (padded {padded}); expected nothing after it.", _DAMAGED)
+        raise FileFormatError(
+            f"{file}: {size} bytes, but the last tensor ends at {end} (padded {padded}); expected nothing after it.",
+            _DAMAGED,
+        )
 
 
 def _blobs(records: list[_Record]) -> Iterator[tuple[int, int, str]]:

@@ -1,14 +1,14 @@
 """The number formats of a `.q27` file: one table row each. Bytes are defined here, arithmetic in `codecs`.
 
-    code  name      bytes of a row of `cols`   scales of a row   readable
-    0     F32       4 * cols                   -                 yes
-    1     F16       2 * cols                   -                 yes
-    2     Q8_G128   cols                       f16, cols / 128   yes
-    3     Q4_G64    cols / 2                   f16, cols / 64    yes
-    4     T2_G128   cols / 4                   f16, cols / 128   yes
-    5     T3_G128   26 for 128 columns         f16, cols / 128   no
-    6     B1_G128   cols / 8                   f16, cols / 128   yes
-    7     FP4_G16   cols / 2                   ue4m3, cols / 16  no
+code  name      bytes of a row of `cols`   scales of a row   readable
+0     F32       4 * cols                   -                 yes
+1     F16       2 * cols                   -                 yes
+2     Q8_G128   cols                       f16, cols / 128   yes
+3     Q4_G64    cols / 2                   f16, cols / 64    yes
+4     T2_G128   cols / 4                   f16, cols / 128   yes
+5     T3_G128   26 for 128 columns         f16, cols / 128   no
+6     B1_G128   cols / 8                   f16, cols / 128   yes
+7     FP4_G16   cols / 2                   ue4m3, cols / 16  no
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def row_bytes(dtype: DType, cols: int) -> int:
 
 
 def scales_per_row(dtype: DType, cols: int) -> int:
-    """Scales of a row of `cols` weights, 0 for formats without. FileFormatError if a group does not divide the columns."""
+    """Scales of a row of `cols` weights, 0 for formats without. FileFormatError if a group does not divide `cols`."""
     if not dtype.group:
         return 0
     if cols % dtype.group:
         raise FileFormatError(
-            f"{dtype.name} stores columns in groups of {dtype.group}; {cols} columns are not a multiple of {dtype.group}.",
+            f"{dtype.name} stores columns in groups of {dtype.group}; {cols} columns do not fit.",
             "Keep this tensor in F16 or F32 (tier f16 or f32).",
         )
     return cols // dtype.group

@@ -19,15 +19,17 @@ _TOKENIZER_KEYS = ("tokenizer.huggingface.json", "tokenizer.ggml.tokens")
 def describe(container: Container) -> dict[str, Any]:
     """A JSON-ready description.
 
-    file {path, bytes}; model {name, generation, tier, vocab_size, tied, draft_head, tokenizer}; config: the scalar and short
-    `qwen35.*` keys without the prefix; metadata: every other key, long values as text like "<248320 elements>";
+    file {path, bytes}; model {name, generation, tier, vocab_size, tied, draft_head, tokenizer, chat_template}; config: the scalar and
+    short `qwen35.*` keys without the prefix; metadata: every other key, long values as text like "<248320 elements>";
     totals {tensors, weights, bytes, bits_per_weight, formats: {name: {tensors, weights, bytes}}}; tensors: a list of
     {name, dtype, shape, bytes, scale_bytes, bits_per_weight} in file order.
 
     weights count each parameter once, so without the draft head's copy; bits_per_weight are all bytes over them.
     """
     metadata, tensors = container.metadata, container.tensors
-    config = {key.removeprefix("qwen35."): _short(value) for key, value in metadata.items() if key.startswith("qwen35.")}
+    config = {
+        key.removeprefix("qwen35."): _short(value) for key, value in metadata.items() if key.startswith("qwen35.")
+    }
     other = {key: _short(value) for key, value in metadata.items() if not key.startswith("qwen35.")}
     return {
         "file": {"path": str(container.path), "bytes": container.file_bytes},
@@ -58,18 +60,28 @@ def _describe_totals(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     for dtype in ALL:
         mine = [tensor for tensor in tensors.values() if tensor.dtype is dtype]
         if mine:
-            formats[dtype.name] = {"tensors": len(mine), "weights": sum(map(_count, mine)), "bytes": sum(t.nbytes for t in mine)}
+            formats[dtype.name] = {
+                "tensors": len(mine),
+                "weights": sum(map(_count, mine)),
+                "bytes": sum(t.nbytes for t in mine),
+            }
     weights = sum(_count(tensor) for tensor in tensors.values() if tensor.name != DRAFT_HEAD)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {
-        "tensors": len(tensors), "weights": weights, "bytes": size,
-        "bits_per_weight": round(size * 8 / max(1, weights), 3), "formats": formats,
+        "tensors": len(tensors),
+        "weights": weights,
+        "bytes": size,
+        "bits_per_weight": round(size * 8 / max(1, weights), 3),
+        "formats": formats,
     }
 
 
 def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
     return {
-        "name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape), "bytes": tensor.data.nbytes,
+        "name": tensor.name,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "bytes": tensor.data.nbytes,
         "scale_bytes": tensor.scales.nbytes if tensor.scales is not None else 0,
         "bits_per_weight": tensor.dtype.bits_per_weight,
     }
@@ -94,10 +106,13 @@ def render_description(description: Mapping[str, Any]) -> str:
     lines = [f"{_printable(description['file']['path'])}  {_size(description['file']['bytes'])}", ""]
     head = "tied to the embedding" if model["tied"] else "own matrix"
     facts = {
-        "name": model["name"] or "-", "generation": model["generation"] or "-", "tier": model["tier"] or "-",
-        "vocabulary": model["vocab_size"] or "-", "head": head + (", with a Q4 copy for drafts" if model["draft_head"] else ""),
+        "name": model["name"] or "-",
+        "generation": model["generation"] or "-",
+        "tier": model["tier"] or "-",
+        "vocabulary": model["vocab_size"] or "-",
+        "head": head + (", with a Q4 copy for drafts" if model["draft_head"] else ""),
         "tokenizer": model["tokenizer"] or "not in this file",
-        "weights": f"{totals['weights']:,} in {totals['tensors']} tensors, {totals['bits_per_weight']:.2f} bits per weight",
+        "weights": f"{totals['weights']:,} in {totals['tensors']} tensors, {totals['bits_per_weight']:.2f} bits each",
     }
     lines += _columns(facts)
     lines += ["", "config", *_columns(description["config"])]
@@ -110,12 +125,14 @@ def render_description(description: Mapping[str, Any]) -> str:
     for tensor in description["tensors"]:
         shape = " x ".join(str(number) for number in tensor["shape"])
         size = _size(tensor["bytes"] + tensor["scale_bytes"])
-        lines.append(f"{tensor['name']:<{width}}  {tensor['dtype']:<8} {shape:>17} {size:>11}  {tensor['bits_per_weight']:g}")
+        lines.append(
+            f"{tensor['name']:<{width}}  {tensor['dtype']:<8} {shape:>17} {size:>11}  {tensor['bits_per_weight']:g}"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _columns(facts: Mapping[str, Any]) -> list[str]:
-    """"  key   value" lines; control characters of a hostile file are escaped so that they cannot reach the terminal."""
+    """Aligned lines of key and value; a hostile file's control characters are escaped and cannot reach the terminal."""
     shown = {_printable(str(key)): _printable(str(value)) for key, value in facts.items()}
     width = max(map(len, shown), default=0)
     return [f"  {key:<{width}}  {value}" for key, value in shown.items()]

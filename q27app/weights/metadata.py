@@ -16,8 +16,10 @@ MAX_METADATA_BYTES = 48 << 20
 
 MAX_COMMAS = 2_000_000
 MAX_BRACKETS = 1_000_000
-"""Of the whole text, inside strings too: they bound what the parser builds from a hostile text, and its time. A tokenizer of
-250,000 tokens and merges has 750,000 commas and 250,000 brackets."""
+"""Of the whole text, inside strings too: they bound what the parser builds from a hostile text, and its time.
+
+A tokenizer of 250,000 tokens and merges has 750,000 commas and 250,000 brackets.
+"""
 
 _DAMAGED = "The file is damaged or incomplete; download or convert it again."
 
@@ -25,8 +27,8 @@ _DAMAGED = "The file is damaged or incomplete; download or convert it again."
 def parse_metadata(text: bytes, file: str) -> dict[str, Any]:
     """The object in `text`. FileFormatError, naming `file`, for anything that is not strict JSON in UTF-8.
 
-    Refused beyond the grammar: a key that occurs twice in an object, NaN and infinities (also as an overflowing number),
-    unpaired surrogates, more values than the limits above.
+    Refused beyond the grammar: a key that occurs twice in an object, NaN and infinities (also as an overflowing
+    number), unpaired surrogates, more values than the limits above.
     """
     brackets = text.count(b"[") + text.count(b"{")
     for kind, count, limit in (("commas", text.count(b","), MAX_COMMAS), ("brackets", brackets, MAX_BRACKETS)):
@@ -34,14 +36,19 @@ def parse_metadata(text: bytes, file: str) -> dict[str, Any]:
             raise FileFormatError(f"{file}: the metadata has {count} {kind}, expected at most {limit}.", _DAMAGED)
     try:
         value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float,
+            text.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
         )
         if b"\\u" in text:
             _refuse_surrogates(value)
     except RecursionError:
         raise FileFormatError(f"{file}: the metadata is nested too deeply.", _DAMAGED) from None
     except UnicodeDecodeError as problem:
-        raise FileFormatError(f"{file}: the metadata is not UTF-8 (byte {problem.start}: {problem.reason}).", _DAMAGED) from None
+        raise FileFormatError(
+            f"{file}: the metadata is not UTF-8 (byte {problem.start}: {problem.reason}).", _DAMAGED
+        ) from None
     except (ValueError, UnicodeEncodeError) as problem:
         raise FileFormatError(f"{file}: the metadata is not valid JSON: {problem}.", _DAMAGED) from None
     if not isinstance(value, dict):
@@ -50,9 +57,11 @@ def parse_metadata(text: bytes, file: str) -> dict[str, Any]:
 
 
 def format_metadata(metadata: Mapping[str, Any], file: str) -> bytes:
-    """`metadata` as compact JSON in UTF-8, keys in order. FileFormatError for what JSON or the reader's limits cannot hold."""
+    """`metadata` as compact JSON in UTF-8, keys in order. FileFormatError for what JSON or the limits cannot hold."""
     try:
-        text = json.dumps(dict(metadata), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain).encode("utf-8")
+        text = json.dumps(
+            dict(metadata), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+        ).encode("utf-8")
     except (TypeError, ValueError, RecursionError) as problem:
         raise FileFormatError(f"{file}: the metadata cannot be written as JSON: {problem}.") from problem
     if len(text) > MAX_METADATA_BYTES:

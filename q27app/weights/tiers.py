@@ -13,11 +13,12 @@ The first line that matches a tensor's name decides (M is the MTP block's own in
     9  anything else                                                            F32
 
 A tier with two heads stores `output_q4.weight`, a Q4 copy of the head for drafts. With tied embeddings there is no
-`output.weight`: `token_embd.weight` at Q8 is the head too, a tier with two heads makes the copy from it, and a tier with one
-head has only it.
+`output.weight`: `token_embd.weight` at Q8 is the head too, a tier with two heads makes the copy from it, and a tier
+with one head has only it.
 
 Generation 3.8 has published recipes for q4s, default, q6 and q6k; its q5f and q6f take the promotions of 3.6, and q8
-promotes everything in both. Tiers f32 and f16 keep lines 1 and 9 and store every other tensor unquantised, without a copy.
+promotes everything in both. Tiers f32 and f16 keep lines 1 and 9 and store every other tensor unquantised, without a
+copy.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Tier:
 class TierPlan:
     """The formats of a checkpoint's tensors.
 
-    dtypes: by name, in the given order; `output_q4.weight`, where the tier makes one, comes last. draft_head_source: the
-    tensor that `output_q4.weight` is a copy of, or None if there is no such copy to make.
+    dtypes: by name, in the given order; `output_q4.weight`, where the tier makes one, comes last. draft_head_source:
+    the tensor that `output_q4.weight` is a copy of, or None if there is no such copy to make.
     """
 
     tier: Tier

@@ -1,7 +1,8 @@
 """Writes a `.q27` file in one pass: table first, rows as they come, under its own name only when complete.
 
-The layout is `container`'s. Everything goes to `.NAME.partial` beside the target, which is locked, so that two writers of one
-target cannot meet and a dead writer's leftover is used again; a clean exit fsyncs it, renames it and fsyncs the folder.
+The layout is `container`'s. Everything goes to `.NAME.partial` beside the target, which is locked, so that two writers
+of one target cannot meet and a dead writer's leftover is used again; a clean exit fsyncs it, renames it and fsyncs the
+folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import numpy as np
 from q27app.errors import FileFormatError, Q27Error, UsageError
 from q27app.weights.codecs import first_not_finite
 from q27app.weights.container import (
-    ALIGNMENT, CHECKSUM_KEY, HEADER, MAGIC, MAX_NAME_BYTES, MAX_TENSORS, VERSION, header_checksum,
+    ALIGNMENT,
+    CHECKSUM_KEY,
+    HEADER,
+    MAGIC,
+    MAX_NAME_BYTES,
+    MAX_TENSORS,
+    VERSION,
+    header_checksum,
 )
 from q27app.weights.dtypes import DType, require_readable, row_bytes, scales_per_row
 from q27app.weights.metadata import format_metadata
@@ -73,7 +81,11 @@ class Writer:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], metadata: Mapping[str, Any], entries: Iterable[TensorEntry], overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, Any],
+        entries: Iterable[TensorEntry],
+        overwrite: bool = False,
     ) -> None:
         self.path = Path(path)
         self.entries = tuple(entries)
@@ -94,7 +106,9 @@ class Writer:
             os.ftruncate(self._file, 0)
             free = shutil.disk_usage(self._partial.parent).free
             if free < self.file_bytes:
-                raise Q27Error(f"{self.path} needs {self.file_bytes} bytes, its disk has {free} free.", "Free some space.")
+                raise Q27Error(
+                    f"{self.path} needs {self.file_bytes} bytes, its disk has {free} free.", "Free some space."
+                )
             self._put(0, self._header)
         except BaseException:
             self._discard()
@@ -109,7 +123,7 @@ class Writer:
             self._discard()
 
     def write(self, name: str, data: np.ndarray, scales: np.ndarray | None = None) -> None:
-        """Append rows to tensor `name`: data uint8 [n, row_bytes], scales float16 [n, groups] or None as the format has them."""
+        """Append rows to tensor `name`: data uint8 [n, row_bytes], scales float16 [n, groups] or None."""
         assert self._file >= 0, "write outside of the with block"
         if self._current == len(self.entries) or self.entries[self._current].name != name:
             wanted = "no more" if self._current == len(self.entries) else self.entries[self._current].name
@@ -124,13 +138,19 @@ class Writer:
         if self._rows_done + rows > entry.rows:
             raise FileFormatError(f"{where}: {self._rows_done + rows} rows, expected {entry.rows}.")
         if (scales is not None) != bool(groups):
-            raise FileFormatError(f"{where}: {'no ' if scales is None else ''}scales given; {entry.dtype.name} has {groups} a row.")
+            raise FileFormatError(
+                f"{where}: {'no ' if scales is None else ''}scales given; {entry.dtype.name} has {groups} a row."
+            )
         self._put(len(self._header) + place.data + self._rows_done * width, data)
         if scales is not None:
             _check_rows(where, "scales", scales, np.float16, groups)
             bad = first_not_finite(scales)
             if scales.shape[0] != rows or bad is not None:
-                problem = f"scale {bad[1]} of row {self._rows_done + bad[0]} is not finite" if bad else f"{scales.shape[0]} rows of scales for {rows}"
+                problem = (
+                    f"scale {bad[1]} of row {self._rows_done + bad[0]} is not finite"
+                    if bad
+                    else f"{scales.shape[0]} rows of scales for {rows}"
+                )
                 raise FileFormatError(f"{where}: {problem}.")
             self._put(len(self._header) + place.scales + self._rows_done * groups * 2, scales)
         self._rows_done += rows
@@ -138,18 +158,26 @@ class Writer:
             self._current, self._rows_done = self._current + 1, 0
 
     def _put(self, offset: int, content: bytes | np.ndarray) -> None:
-        view = memoryview(np.ascontiguousarray(content)).cast("B") if isinstance(content, np.ndarray) else memoryview(content)
+        view = (
+            memoryview(np.ascontiguousarray(content)).cast("B")
+            if isinstance(content, np.ndarray)
+            else memoryview(content)
+        )
         done = 0
         try:
             while done < len(view):
                 done += os.pwrite(self._file, view[done:], offset + done)
         except OSError as problem:
-            raise Q27Error(f"{self.path}: writing failed after {offset + done} of {self.file_bytes} bytes: {problem}.") from problem
+            raise Q27Error(
+                f"{self.path}: writing failed after {offset + done} of {self.file_bytes} bytes: {problem}."
+            ) from problem
 
     def _commit(self) -> None:
         if self._current < len(self.entries):
             entry = self.entries[self._current]
-            raise FileFormatError(f"{self.path}: {entry.name} has {self._rows_done} of {entry.rows} rows; the file is not complete.")
+            raise FileFormatError(
+                f"{self.path}: {entry.name} has {self._rows_done} of {entry.rows} rows; the file is not complete."
+            )
         self._refuse_existing()
         try:
             os.ftruncate(self._file, self.file_bytes)
@@ -195,7 +223,9 @@ def _open_locked(partial: Path) -> int:
                 raise
             os.close(file)  # another writer finished and renamed it between open and lock
     except BlockingIOError:
-        raise UsageError(f"{partial} is being written by another process.", "Wait for it, or choose another name.") from None
+        raise UsageError(
+            f"{partial} is being written by another process.", "Wait for it, or choose another name."
+        ) from None
     except OSError as problem:
         raise UsageError(f"{partial} cannot be written: {problem}.") from problem
     raise UsageError(f"{partial} changes all the time; expected one writer.", "Stop the other writers of this file.")
@@ -217,7 +247,9 @@ def _check_entries(entries: tuple[TensorEntry, ...], file: str) -> None:
             raise FileFormatError(f"{where} is listed twice.")
         names.add(entry.name)
         if not 1 <= len(entry.name.encode("utf-8", "replace")) <= MAX_NAME_BYTES or not entry.name.isprintable():
-            raise FileFormatError(f"{file}: {entry.name!r} cannot be a tensor's name (1 to {MAX_NAME_BYTES} printable bytes).")
+            raise FileFormatError(
+                f"{file}: {entry.name!r} cannot be a tensor's name (1 to {MAX_NAME_BYTES} printable bytes)."
+            )
         require_readable(entry.dtype, where)
         if len(entry.shape) not in ((2,) if entry.dtype.group else (1, 2)) or min(entry.shape, default=0) < 1:
             raise FileFormatError(f"{where}: shape {list(entry.shape)} cannot be stored as {entry.dtype.name}.")
@@ -237,7 +269,9 @@ def _place(entries: tuple[TensorEntry, ...]) -> tuple[list[_Place], int]:
     return places, offset
 
 
-def _format_header(metadata: Mapping[str, Any], entries: tuple[TensorEntry, ...], places: list[_Place], file: str) -> bytes:
+def _format_header(
+    metadata: Mapping[str, Any], entries: tuple[TensorEntry, ...], places: list[_Place], file: str
+) -> bytes:
     """Everything before the data section, with the checksum as the metadata's last key."""
     keys = {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}
     text = format_metadata({**keys, CHECKSUM_KEY: "0" * 64}, file)
@@ -251,7 +285,7 @@ def _format_header(metadata: Mapping[str, Any], entries: tuple[TensorEntry, ...]
     header += b"\0" * (-len(header) % ALIGNMENT)
     table_start = HEADER.size + len(text)
     digest = header_checksum(header, table_start).encode("ascii")
-    return header[:table_start - 66] + digest + header[table_start - 2:]
+    return header[: table_start - 66] + digest + header[table_start - 2 :]
 
 
 def _padded(size: int) -> int:

@@ -19,15 +19,16 @@ def weights(rows: int, cols: int, seed: int = 0, scale: float = 0.02) -> np.ndar
 
 def row_of(start: list[float], cols: int) -> np.ndarray:
     row = np.zeros((1, cols), np.float32)
-    row[0, :len(start)] = start
+    row[0, : len(start)] = start
     return row
 
 
 # Hand-worked golden bytes. The top of each group is chosen so that the scale is a power of two.
 
+
 def test_golden_bytes_of_q4():
-    # max 7 -> s = 1, stored 0x3C00. Ties go to even: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2, -0.5 -> 0, -1.5 -> -2. Codes are q + 8,
-    # the even column in the low nibble.
+    # max 7 -> s = 1, stored 0x3C00. Ties go to even: 0.5 -> 0, 1.5 -> 2, 2.5 -> 2, -0.5 -> 0, -1.5 -> -2. Codes are
+    # q + 8, the even column in the low nibble.
     data, scales = encode(row_of([7, -7, 0.5, 1.5, 2.5, -0.5, -1.5, 0.51, -6.5, 3.49], 64), Q4_G64)
     assert data.tobytes() == bytes([0x1F, 0xA8, 0x8A, 0x96, 0xB2]) + b"\x88" * 27
     assert scales.view(np.uint16).tolist() == [[0x3C00]]
@@ -41,7 +42,7 @@ def test_golden_bytes_of_q8():
 
 
 def test_golden_bytes_of_t2():
-    # s = 2: 2 -> code 2, -2 -> 0, 0 -> 1, 1 -> 0.5 -> rint 0 -> 1; four codes a byte, first lowest: 2 | 0<<2 | 1<<4 | 1<<6.
+    # s = 2: 2 -> code 2, -2 -> 0, 0 -> 1, 1 -> 0.5 -> rint 0 -> 1; four a byte, first lowest: 2 | 0<<2 | 1<<4 | 1<<6.
     data, scales = encode(row_of([2, -2, 0, 1, 1.01, -1.01, -0.9, 2], 128), T2_G128)
     assert data.tobytes() == bytes([0b01_01_00_10, 0b10_01_00_10]) + b"\x55" * 30
     assert scales.view(np.uint16).tolist() == [[0x4000]]
@@ -84,7 +85,7 @@ def test_a_group_of_zeros_has_neutral_codes_and_a_zero_scale():
 
 
 def transcribed(values: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The rule as written in the module's table, without blocks, threads or tricks: integer codes and float16 scales."""
+    """The rule of the module's table, without blocks, threads or tricks: integer codes and float16 scales."""
     top, bottom, _ = ROUNDED[dtype]
     groups = values.reshape(len(values), -1, dtype.group)
     scale = np.abs(groups).max(axis=2) / np.float32(top)
@@ -163,7 +164,9 @@ def test_threads_and_blocks_do_not_change_bytes(dtype):
         assert np.array_equal(part, data[start:stop])
         assert scales is None or np.array_equal(part_scales, scales[start:stop])
     whole = decode(dtype, data, scales, cols)
-    assert np.array_equal(decode(dtype, data[200:300], None if scales is None else scales[200:300], cols), whole[200:300])
+    assert np.array_equal(
+        decode(dtype, data[200:300], None if scales is None else scales[200:300], cols), whole[200:300]
+    )
 
 
 @pytest.mark.parametrize("dtype", ALL_FORMATS)

@@ -39,7 +39,10 @@ class Raw:
         dims = len(self.shape) if self.num_dims is None else self.num_dims
         length = len(self.name) if self.name_bytes is None else self.name_bytes
         return (
-            struct.pack("<H", length) + self.name + struct.pack("<BB", self.code, dims) + struct.pack(f"<{len(self.shape)}Q", *self.shape)
+            struct.pack("<H", length)
+            + self.name
+            + struct.pack("<BB", self.code, dims)
+            + struct.pack(f"<{len(self.shape)}Q", *self.shape)
             + struct.pack("<QQQQ", self.data_offset, self.data_size, self.scale_offset, self.scale_size)
         )
 
@@ -53,15 +56,22 @@ class File:
     num_tensors: int | None = None
     metadata: bytes = b'{"general.name": "x\xc3\xa9", "n": 3}'
     metadata_bytes: int | None = None
-    records: list[Raw] = field(default_factory=lambda: [
-        Raw(b"v", 0, (5,), 0, 20),
-        Raw(b"m", 1, (3, 2), 256, 12),
-        Raw(b"q", 3, (2, 64), 512, 64, 768, 4),
-    ])
-    data: bytes = b"".join(blob.ljust(PAD, b"\0") for blob in (
-        np.arange(5, dtype="<f4").tobytes(), np.arange(6, dtype="<f2").tobytes(),
-        bytes([0x98] * 32 + [0x7F] * 32), np.array([0.5, 2], "<f2").tobytes(),
-    ))
+    records: list[Raw] = field(
+        default_factory=lambda: [
+            Raw(b"v", 0, (5,), 0, 20),
+            Raw(b"m", 1, (3, 2), 256, 12),
+            Raw(b"q", 3, (2, 64), 512, 64, 768, 4),
+        ]
+    )
+    data: bytes = b"".join(
+        blob.ljust(PAD, b"\0")
+        for blob in (
+            np.arange(5, dtype="<f4").tobytes(),
+            np.arange(6, dtype="<f2").tobytes(),
+            bytes([0x98] * 32 + [0x7F] * 32),
+            np.array([0.5, 2], "<f2").tobytes(),
+        )
+    )
 
     def pack(self) -> bytes:
         count = len(self.records) if self.num_tensors is None else self.num_tensors
@@ -109,7 +119,7 @@ def test_a_file_packed_by_hand_reads_as_it_was_meant(tmp_path):
 
 def test_the_file_may_end_without_the_last_padding(tmp_path):
     content = File().pack()
-    with open_container(written(tmp_path, content[:-(PAD - 4)])) as container:
+    with open_container(written(tmp_path, content[: -(PAD - 4)])) as container:
         assert container.tensors["q"].values()[1, 0] == 14
 
 
@@ -123,61 +133,67 @@ def test_arrays_are_read_only_and_outlive_the_container(tmp_path):
         tensor.data[0, 0] = 1
 
 
-@pytest.mark.parametrize(("file", "pattern"), [
-    (File(magic=0x46554747), "expected b'Q27F'"),
-    (File(version=2), "version 2, expected 1"),
-    (File(num_tensors=0), "0 tensors, expected 1 to"),
-    (File(num_tensors=0xFFFFFFFF), "4294967295 tensors, expected 1 to"),
-    (File(num_tensors=4), "tensor 3 .after q.|the file ends|name has 0 bytes"),
-    (File(metadata_bytes=0xFFFFFFFF), "4294967295 bytes of metadata, at most"),
-    (File(metadata_bytes=12), "not valid JSON"),
-    (File(metadata=b'{"a": "\xff"}'), "not UTF-8"),
-    (File(metadata=b"[1, 2]"), "JSON list, expected an object"),
-    (File(metadata=b'{"a": 1, "a": 2}'), "'a' occurs twice"),
-    (File(metadata=b'{"a": NaN}'), "NaN is not a JSON number"),
-    (File(metadata=b'{"a": -Infinity}'), "-Infinity is not a JSON number"),
-    (File(metadata=b'{"a": 1e999}'), "1e999 does not fit a double"),
-    (File(metadata=b'{"a": "\\ud800"}'), "not valid JSON: .*surrogates"),
-    (File(metadata=b'{"a": ' + b"9" * 5000 + b"}"), "not valid JSON"),
-    (File(metadata=b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
-    (File(metadata=b""), "not valid JSON"),
-    (File(metadata=b'{"a": 1} '.replace(b" ", b"\0")), "not valid JSON"),
-])
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        (File(magic=0x46554747), "expected b'Q27F'"),
+        (File(version=2), "version 2, expected 1"),
+        (File(num_tensors=0), "0 tensors, expected 1 to"),
+        (File(num_tensors=0xFFFFFFFF), "4294967295 tensors, expected 1 to"),
+        (File(num_tensors=4), "tensor 3 .after q.|the file ends|name has 0 bytes"),
+        (File(metadata_bytes=0xFFFFFFFF), "4294967295 bytes of metadata, at most"),
+        (File(metadata_bytes=12), "not valid JSON"),
+        (File(metadata=b'{"a": "\xff"}'), "not UTF-8"),
+        (File(metadata=b"[1, 2]"), "JSON list, expected an object"),
+        (File(metadata=b'{"a": 1, "a": 2}'), "'a' occurs twice"),
+        (File(metadata=b'{"a": NaN}'), "NaN is not a JSON number"),
+        (File(metadata=b'{"a": -Infinity}'), "-Infinity is not a JSON number"),
+        (File(metadata=b'{"a": 1e999}'), "1e999 does not fit a double"),
+        (File(metadata=b'{"a": "\\ud800"}'), "not valid JSON: .*surrogates"),
+        (File(metadata=b'{"a": ' + b"9" * 5000 + b"}"), "not valid JSON"),
+        (File(metadata=b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
+        (File(metadata=b""), "not valid JSON"),
+        (File(metadata=b'{"a": 1} '.replace(b" ", b"\0")), "not valid JSON"),
+    ],
+)
 def test_a_header_that_lies_is_refused(tmp_path, file, pattern):
     refused(tmp_path, file.pack(), pattern)
 
 
-@pytest.mark.parametrize(("index", "fields", "pattern"), [
-    (0, {"name_bytes": 0}, "its name has 0 bytes"),
-    (0, {"name_bytes": 65535}, "its name has 65535 bytes, expected 1 to 256"),
-    (0, {"name": b"\xff"}, "not UTF-8"),
-    (0, {"name": b"\n"}, "cannot be printed"),
-    (1, {"name": b"v"}, "v occurs twice"),
-    (2, {"code": 8}, "q: format code 8, expected 0 to 7"),
-    (2, {"code": 5}, "q: T3_G128 tensors are not supported"),
-    (2, {"code": 7}, "q: FP4_G16 tensors are not supported"),
-    (2, {"num_dims": 0}, "q: 0 dimensions, expected 1 or 2"),
-    (2, {"num_dims": 255}, "q: 255 dimensions, expected 1 or 2"),
-    (2, {"shape": (2, 3, 64)}, "q: 3 dimensions, expected 1 or 2"),
-    (2, {"shape": (64,)}, r"q: Q4_G64 with shape \[64\], expected \[rows, cols\]"),
-    (2, {"shape": (0, 64)}, r"q: shape \[0, 64\], expected dimensions of at least 1"),
-    (2, {"shape": (2, 72)}, r"q \[2, 72\]: Q4_G64 stores columns in groups of 64; 72"),
-    (2, {"shape": (3, 64)}, r"q: 64 bytes of data, expected 96 for Q4_G64 \[3, 64\]"),
-    (2, {"shape": (2**63, 2**63 - 64)}, "q: 64 bytes of data, expected"),
-    (0, {"shape": (2**62 + 5,)}, "v: 20 bytes of data, expected 18446744073709551636"),
-    (2, {"data_size": 63}, "q: 63 bytes of data, expected 64"),
-    (2, {"scale_size": 6}, "q: 6 bytes of scales, expected 4"),
-    (2, {"scale_offset": 0}, "q: scale offset 0, expected a multiple of 256 above 0"),
-    (0, {"scale_offset": 256}, "v: scale offset 256, expected 0"),
-    (0, {"scale_size": 4}, "v: 4 bytes of scales, expected 0"),
-    (1, {"data_offset": 260}, "m: data offset 260, expected a multiple of 256"),
-    (2, {"scale_offset": 772}, "q: scale offset 772, expected a multiple of 256"),
-    (1, {"data_offset": 0}, "the data of (v|m) ends at .* but the data of (v|m) starts at 0"),
-    (1, {"data_offset": 768}, "the scales of q starts at 768|the data of m starts at 768"),
-    (2, {"scale_offset": 1024}, "the scales of q ends at 1028 of the data section, which has 1024"),
-    (1, {"data_offset": 2**64 - 256}, "the data of m ends at 18446744073709551372"),
-    (2, {"scale_offset": 2**63}, "the scales of q ends at 9223372036854775812"),
-])
+@pytest.mark.parametrize(
+    ("index", "fields", "pattern"),
+    [
+        (0, {"name_bytes": 0}, "its name has 0 bytes"),
+        (0, {"name_bytes": 65535}, "its name has 65535 bytes, expected 1 to 256"),
+        (0, {"name": b"\xff"}, "not UTF-8"),
+        (0, {"name": b"\n"}, "cannot be printed"),
+        (1, {"name": b"v"}, "v occurs twice"),
+        (2, {"code": 8}, "q: format code 8, expected 0 to 7"),
+        (2, {"code": 5}, "q: T3_G128 tensors are not supported"),
+        (2, {"code": 7}, "q: FP4_G16 tensors are not supported"),
+        (2, {"num_dims": 0}, "q: 0 dimensions, expected 1 or 2"),
+        (2, {"num_dims": 255}, "q: 255 dimensions, expected 1 or 2"),
+        (2, {"shape": (2, 3, 64)}, "q: 3 dimensions, expected 1 or 2"),
+        (2, {"shape": (64,)}, r"q: Q4_G64 with shape \[64\], expected \[rows, cols\]"),
+        (2, {"shape": (0, 64)}, r"q: shape \[0, 64\], expected dimensions of at least 1"),
+        (2, {"shape": (2, 72)}, r"q \[2, 72\]: Q4_G64 stores columns in groups of 64; 72"),
+        (2, {"shape": (3, 64)}, r"q: 64 bytes of data, expected 96 for Q4_G64 \[3, 64\]"),
+        (2, {"shape": (2**63, 2**63 - 64)}, "q: 64 bytes of data, expected"),
+        (0, {"shape": (2**62 + 5,)}, "v: 20 bytes of data, expected 18446744073709551636"),
+        (2, {"data_size": 63}, "q: 63 bytes of data, expected 64"),
+        (2, {"scale_size": 6}, "q: 6 bytes of scales, expected 4"),
+        (2, {"scale_offset": 0}, "q: scale offset 0, expected a multiple of 256 above 0"),
+        (0, {"scale_offset": 256}, "v: scale offset 256, expected 0"),
+        (0, {"scale_size": 4}, "v: 4 bytes of scales, expected 0"),
+        (1, {"data_offset": 260}, "m: data offset 260, expected a multiple of 256"),
+        (2, {"scale_offset": 772}, "q: scale offset 772, expected a multiple of 256"),
+        (1, {"data_offset": 0}, "the data of (v|m) ends at .* but the data of (v|m) starts at 0"),
+        (1, {"data_offset": 768}, "the scales of q starts at 768|the data of m starts at 768"),
+        (2, {"scale_offset": 1024}, "the scales of q ends at 1028 of the data section, which has 1024"),
+        (1, {"data_offset": 2**64 - 256}, "the data of m ends at 18446744073709551372"),
+        (2, {"scale_offset": 2**63}, "the scales of q ends at 9223372036854775812"),
+    ],
+)
 def test_a_tensor_record_that_lies_is_refused_by_name(tmp_path, index, fields, pattern):
     refused(tmp_path, changed(index, **fields).pack(), pattern)
 
@@ -213,19 +229,26 @@ def test_a_sparse_file_that_announces_too_much_metadata_needs_no_memory(tmp_path
 
 
 def test_metadata_of_too_many_values_is_refused_before_it_is_parsed(tmp_path):
-    refused(tmp_path, File(metadata=b'{"a":[' + b"0," * 2_000_001 + b"0]}").pack(), "2000001 commas, expected at most 2000000")
+    refused(
+        tmp_path,
+        File(metadata=b'{"a":[' + b"0," * 2_000_001 + b"0]}").pack(),
+        "2000001 commas, expected at most 2000000",
+    )
     refused(tmp_path, File(metadata=b'{"a":' + b"[" * 1_000_001).pack(), "1000002 brackets, expected at most 1000000")
 
 
-@pytest.mark.parametrize(("tensor", "position", "pattern"), [
-    ("q", 768 + 2, r"model\.q27: q: scale 0 of row 1 is inf"),
-    ("v", 3 * 4 + 2, r"model\.q27: v: value 3 of row 0 is inf"),
-    ("m", 256 + 3 * 2, r"model\.q27: m: value 1 of row 1 is inf"),
-])
+@pytest.mark.parametrize(
+    ("tensor", "position", "pattern"),
+    [
+        ("q", 768 + 2, r"model\.q27: q: scale 0 of row 1 is inf"),
+        ("v", 3 * 4 + 2, r"model\.q27: v: value 3 of row 0 is inf"),
+        ("m", 256 + 3 * 2, r"model\.q27: m: value 1 of row 1 is inf"),
+    ],
+)
 def test_a_value_that_is_not_finite_is_refused_by_name_when_it_is_asked_for(tmp_path, tensor, position, pattern):
     content = bytearray(File().pack())
     position += len(content) - 1024
-    content[position:position + 2] = bytes([0x80, 0x7F]) if tensor == "v" else bytes([0x00, 0x7C])
+    content[position : position + 2] = bytes([0x80, 0x7F]) if tensor == "v" else bytes([0x00, 0x7C])
     with open_container(written(tmp_path, bytes(content))) as container:
         with pytest.raises(FileFormatError, match=pattern):
             container.tensors[tensor].values()
@@ -249,11 +272,11 @@ def test_a_ternary_code_that_does_not_exist_names_file_and_tensor():
 
 
 def with_checksum(file: File, damage: bytes | None = None) -> bytes:
-    """`file` with the checksum as the metadata's last key, computed as the format says; `damage` replaces "n" afterwards."""
+    """`file` with the checksum as the metadata's last key, as the format says; `damage` replaces "n" afterwards."""
     metadata = json.loads(file.metadata) | {"q27app.header_sha256": "0" * 64}
     file = replace(file, metadata=json.dumps(metadata, separators=(",", ":")).encode())
     content = file.pack()
-    digest = hashlib.sha256(content[:len(content) - len(file.data)]).hexdigest()
+    digest = hashlib.sha256(content[: len(content) - len(file.data)]).hexdigest()
     return content.replace(b"0" * 64, digest.encode()).replace(b'"n"', damage or b'"n"')
 
 

@@ -1,4 +1,4 @@
-"""Damaged .q27 files, seeded: truncated, bit-flipped, lying about a size. A clear refusal or a good load, never anything else."""
+"""Damaged .q27 files, seeded: truncated, bit-flipped, lying about a size: a clear refusal or a good load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Good:
-    """An undamaged file and where its parts lie. lengths: offset and format of every number that states a size or place."""
+    """An undamaged file and its parts. lengths: offset and format of every number that states a size or a place."""
 
     content: bytes
     metadata: range
@@ -39,11 +39,18 @@ class Good:
 def good(tmp_path_factory) -> Good:
     path = tmp_path_factory.mktemp("good") / "good.q27"
     values = np.random.default_rng(SEED).standard_normal((24, 256)).astype(np.float32)
-    entries = [TensorEntry(f"blk.0.{dtype.name.lower()}.weight", dtype, values.shape) for dtype in (F32, F16, Q8_G128, Q4_G64, T2_G128, B1_G128)]
+    entries = [
+        TensorEntry(f"blk.0.{dtype.name.lower()}.weight", dtype, values.shape)
+        for dtype in (F32, F16, Q8_G128, Q4_G64, T2_G128, B1_G128)
+    ]
     entries.append(TensorEntry("output_norm.weight", F32, (256,)))
     metadata = {
-        "general.name": "fuzz", "qwen35.block_count": 1, "qwen35.rope.freq_base": 1e7, "attn_layers": [3, 7],
-        "tokenizer.huggingface.json": '{"model": {"vocab": {"é": 0}}}', "quant_policy": None,
+        "general.name": "fuzz",
+        "qwen35.block_count": 1,
+        "qwen35.rope.freq_base": 1e7,
+        "attn_layers": [3, 7],
+        "tokenizer.huggingface.json": '{"model": {"vocab": {"é": 0}}}',
+        "quant_policy": None,
     }
     with Writer(path, metadata, entries) as writer:
         for entry in entries:
@@ -124,7 +131,9 @@ def test_every_flip_in_header_metadata_and_table_is_refused(good, tmp_path):
     key = good.content.index(b"q27app.header_sha256")
     outcomes = {}
     for position in rng.integers(0, good.table.stop, 80).tolist():
-        if position not in range(key, key + 20):  # the checksum's own name: without it the rest stays readable, and is intact
+        if position not in range(
+            key, key + 20
+        ):  # the checksum's own name: without it the rest stays readable, and is intact
             bit = int(rng.integers(8))
             outcomes[position, bit] = damage(tmp_path, flipped(good.content, position, bit))
     assert {case for case, outcome in outcomes.items() if outcome != "refused"} == set()
@@ -161,27 +170,35 @@ def test_flips_in_data_load_or_are_refused_by_tensor(good, tmp_path):
 def test_a_scale_turned_infinite_is_refused_by_tensor(good, tmp_path):
     content = bytearray(good.content)
     scales = good.blobs[3]
-    content[scales.start:scales.start + 2] = b"\0\x7c"
+    content[scales.start : scales.start + 2] = b"\0\x7c"
     assert damage(tmp_path, bytes(content)) == "refused values"
 
 
-@pytest.mark.parametrize("metadata", [
-    b'{"a":' + b"[" * 400_000 + b"]" * 400_000 + b"}",
-    b'{"a":' + b'{"b":' * 200_000 + b"0" + b"}" * 200_000 + b"}",
-    b'{"a":[' + b"[]," * 200_000 + b"0]}",
-    b'{"a":' + b"1" * (1 << 20) + b"}",
-], ids=["deep arrays", "deep objects", "many arrays", "long number"])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b'{"a":' + b"[" * 400_000 + b"]" * 400_000 + b"}",
+        b'{"a":' + b'{"b":' * 200_000 + b"0" + b"}" * 200_000 + b"}",
+        b'{"a":[' + b"[]," * 200_000 + b"0]}",
+        b'{"a":' + b"1" * (1 << 20) + b"}",
+    ],
+    ids=["deep arrays", "deep objects", "many arrays", "long number"],
+)
 def test_hostile_metadata_is_loaded_or_refused(tmp_path, metadata):
     assert open_with_metadata(tmp_path, metadata) in ("loaded", "refused")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [
-    lambda: b'{"a":"' + "\U0001f600".encode() + b"x" * (40 << 20) + b'"}',
-    lambda: b"{" + b",".join(b'"%x":{}' % index for index in range(990_000)) + b"}",
-    lambda: b"{" + b",".join(b'"%x":0' % index for index in range(1_990_000)) + b"}",
-    lambda: b" " * (47 << 20) + b"{}",
-], ids=["long string", "objects by key", "numbers by key", "blank"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: b'{"a":"' + "\U0001f600".encode() + b"x" * (40 << 20) + b'"}',
+        lambda: b"{" + b",".join(b'"%x":{}' % index for index in range(990_000)) + b"}",
+        lambda: b"{" + b",".join(b'"%x":0' % index for index in range(1_990_000)) + b"}",
+        lambda: b" " * (47 << 20) + b"{}",
+    ],
+    ids=["long string", "objects by key", "numbers by key", "blank"],
+)
 def test_the_largest_hostile_metadata_stays_within_time_and_memory(tmp_path, make):
     assert open_with_metadata(tmp_path, make()) in ("loaded", "refused")
 
@@ -238,8 +255,11 @@ def test_thousands_of_damaged_files(good, tmp_path, long_scale):
             position = int(rng.integers(len(content)))
             content = flipped(content, position, int(rng.integers(8)))
         if rng.random() < 0.3:
-            content = content[:int(rng.integers(len(content)))]
-        intact = content[:key] == good.content[:key] and content[key + 20:good.table.stop] == good.content[key + 20:good.table.stop]
+            content = content[: int(rng.integers(len(content)))]
+        intact = (
+            content[:key] == good.content[:key]
+            and content[key + 20 : good.table.stop] == good.content[key + 20 : good.table.stop]
+        )
         outcome = damage(tmp_path, content)
         allowed = ("loaded", "refused", "refused values") if intact else ("refused",)
         assert outcome in allowed, f"seed {SEED}, case {case}"

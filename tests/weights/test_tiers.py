@@ -15,18 +15,37 @@ FORMATS = {"F32": F32, "F16": F16, "Q8": Q8_G128, "Q4": Q4_G64}
 
 # Formats that no tier changes.
 FIXED = {
-    "token_embd.weight": "Q8", "output_norm.weight": "F32",
-    "blk.0.attn_norm.weight": "F32", "blk.0.post_attention_norm.weight": "F32",
-    "blk.3.attn_q.weight": "Q4", "blk.3.attn_k.weight": "Q8", "blk.3.attn_v.weight": "Q8",
-    "blk.3.attn_q_norm.weight": "F32", "blk.3.attn_k_norm.weight": "F32",
-    "blk.0.attn_qkv.weight": "Q4", "blk.0.attn_gate.weight": "Q4",
-    "blk.0.ssm_alpha.weight": "F16", "blk.0.ssm_beta.weight": "F16", "blk.0.ssm_a": "F32", "blk.0.ssm_dt.bias": "F32",
-    "blk.0.ssm_conv1d.weight": "F32", "blk.0.ssm_norm.weight": "F32",
-    "blk.64.attn_norm.weight": "F32", "blk.64.post_attention_norm.weight": "F32",
-    "blk.64.attn_q.weight": "Q8", "blk.64.attn_k.weight": "Q8", "blk.64.attn_v.weight": "Q8", "blk.64.attn_output.weight": "Q8",
-    "blk.64.attn_q_norm.weight": "F32", "blk.64.attn_k_norm.weight": "F32",
-    "blk.64.ffn_gate.weight": "Q8", "blk.64.ffn_up.weight": "Q8", "blk.64.ffn_down.weight": "Q8",
-    "blk.64.nextn.eh_proj.weight": "Q8", "blk.64.nextn.enorm.weight": "F32", "blk.64.nextn.hnorm.weight": "F32",
+    "token_embd.weight": "Q8",
+    "output_norm.weight": "F32",
+    "blk.0.attn_norm.weight": "F32",
+    "blk.0.post_attention_norm.weight": "F32",
+    "blk.3.attn_q.weight": "Q4",
+    "blk.3.attn_k.weight": "Q8",
+    "blk.3.attn_v.weight": "Q8",
+    "blk.3.attn_q_norm.weight": "F32",
+    "blk.3.attn_k_norm.weight": "F32",
+    "blk.0.attn_qkv.weight": "Q4",
+    "blk.0.attn_gate.weight": "Q4",
+    "blk.0.ssm_alpha.weight": "F16",
+    "blk.0.ssm_beta.weight": "F16",
+    "blk.0.ssm_a": "F32",
+    "blk.0.ssm_dt.bias": "F32",
+    "blk.0.ssm_conv1d.weight": "F32",
+    "blk.0.ssm_norm.weight": "F32",
+    "blk.64.attn_norm.weight": "F32",
+    "blk.64.post_attention_norm.weight": "F32",
+    "blk.64.attn_q.weight": "Q8",
+    "blk.64.attn_k.weight": "Q8",
+    "blk.64.attn_v.weight": "Q8",
+    "blk.64.attn_output.weight": "Q8",
+    "blk.64.attn_q_norm.weight": "F32",
+    "blk.64.attn_k_norm.weight": "F32",
+    "blk.64.ffn_gate.weight": "Q8",
+    "blk.64.ffn_up.weight": "Q8",
+    "blk.64.ffn_down.weight": "Q8",
+    "blk.64.nextn.eh_proj.weight": "Q8",
+    "blk.64.nextn.enorm.weight": "F32",
+    "blk.64.nextn.hnorm.weight": "F32",
     "blk.64.nextn.shared_head_norm.weight": "F32",
 }
 ATTENTION_8 = {"blk.3.attn_q.weight": "Q8", "blk.0.attn_qkv.weight": "Q8", "blk.0.attn_gate.weight": "Q8"}
@@ -49,26 +68,46 @@ VARYING = {
     ("3.8", "q8"): ("Q8", "Q4", "Q8", "Q8", "Q8", "Q8", "Q8", "Q8"),
 }
 VARYING_NAMES = (
-    "output.weight", "output_q4.weight", "blk.3.attn_output.weight", "blk.0.ssm_out.weight",
-    "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight", "blk.0.ffn_down.weight",
+    "output.weight",
+    "output_q4.weight",
+    "blk.3.attn_output.weight",
+    "blk.0.ssm_out.weight",
+    "blk.0.ffn_gate.weight",
+    "blk.0.ffn_up.weight",
+    "blk.0.ffn_down.weight",
 )
 
 HIDDEN, FFN, VOCAB = 5120, 17408, 248320
 BLOCK = {
-    "attn_norm.weight": (HIDDEN,), "post_attention_norm.weight": (HIDDEN,), "ffn_gate.weight": (FFN, HIDDEN),
-    "ffn_up.weight": (FFN, HIDDEN), "ffn_down.weight": (HIDDEN, FFN),
+    "attn_norm.weight": (HIDDEN,),
+    "post_attention_norm.weight": (HIDDEN,),
+    "ffn_gate.weight": (FFN, HIDDEN),
+    "ffn_up.weight": (FFN, HIDDEN),
+    "ffn_down.weight": (HIDDEN, FFN),
 }
 ATTENTION = {
-    "attn_q.weight": (12288, HIDDEN), "attn_k.weight": (1024, HIDDEN), "attn_v.weight": (1024, HIDDEN),
-    "attn_output.weight": (HIDDEN, 6144), "attn_q_norm.weight": (256,), "attn_k_norm.weight": (256,),
+    "attn_q.weight": (12288, HIDDEN),
+    "attn_k.weight": (1024, HIDDEN),
+    "attn_v.weight": (1024, HIDDEN),
+    "attn_output.weight": (HIDDEN, 6144),
+    "attn_q_norm.weight": (256,),
+    "attn_k_norm.weight": (256,),
 }
 DELTA = {
-    "attn_qkv.weight": (10240, HIDDEN), "attn_gate.weight": (6144, HIDDEN), "ssm_out.weight": (HIDDEN, 6144),
-    "ssm_alpha.weight": (48, HIDDEN), "ssm_beta.weight": (48, HIDDEN), "ssm_a": (48,), "ssm_dt.bias": (48,),
-    "ssm_conv1d.weight": (10240, 4), "ssm_norm.weight": (128,),
+    "attn_qkv.weight": (10240, HIDDEN),
+    "attn_gate.weight": (6144, HIDDEN),
+    "ssm_out.weight": (HIDDEN, 6144),
+    "ssm_alpha.weight": (48, HIDDEN),
+    "ssm_beta.weight": (48, HIDDEN),
+    "ssm_a": (48,),
+    "ssm_dt.bias": (48,),
+    "ssm_conv1d.weight": (10240, 4),
+    "ssm_norm.weight": (128,),
 }
 NEXTN = {
-    "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "nextn.enorm.weight": (HIDDEN,), "nextn.hnorm.weight": (HIDDEN,),
+    "nextn.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+    "nextn.enorm.weight": (HIDDEN,),
+    "nextn.hnorm.weight": (HIDDEN,),
     "nextn.shared_head_norm.weight": (HIDDEN,),
 }
 
@@ -121,14 +160,28 @@ def test_the_published_counts_of_q4s():
 
 def test_one_head_gives_866_tensors_and_two_heads_867():
     assert {tier: len(entries_27b(tier, "3.6")) for tier in QUANTISED_TIERS} == {
-        "default": 867, "q4s": 866, "q5f": 866, "q6": 867, "q6f": 866, "q6k": 867, "q8": 867,
+        "default": 867,
+        "q4s": 866,
+        "q5f": 866,
+        "q6": 867,
+        "q6f": 866,
+        "q6k": 867,
+        "q8": 867,
     }
 
 
 # Published file sizes in GB, to the last printed digit; the metadata, some MB, is not in the sum.
 PUBLISHED_GB = {
-    ("3.6", "q4s"): 15.46, ("3.6", "default"): 17.73, ("3.6", "q5f"): 18.22, ("3.6", "q6"): 20.49, ("3.6", "q6f"): 20.99,
-    ("3.6", "q6k"): 23.25, ("3.6", "q8"): 28.45, ("3.8", "q4s"): 15.70, ("3.8", "default"): 17.00, ("3.8", "q6"): 19.76,
+    ("3.6", "q4s"): 15.46,
+    ("3.6", "default"): 17.73,
+    ("3.6", "q5f"): 18.22,
+    ("3.6", "q6"): 20.49,
+    ("3.6", "q6f"): 20.99,
+    ("3.6", "q6k"): 23.25,
+    ("3.6", "q8"): 28.45,
+    ("3.8", "q4s"): 15.70,
+    ("3.8", "default"): 17.00,
+    ("3.8", "q6"): 19.76,
     ("3.8", "q6k"): 22.52,
 }
 

@@ -43,17 +43,23 @@ def test_every_byte_of_a_small_file_is_as_the_format_says(tmp_path):
     metadata = '{"a":"é","n":[1,2.5,null],"q27app.header_sha256":"'.encode()
     length = len(metadata) + 64 + 2
     assert content[:16] == b"Q27F" + struct.pack("<III", 1, 2, length)
-    assert content[16:16 + len(metadata)] == metadata
+    assert content[16 : 16 + len(metadata)] == metadata
     table = (
-        b"\x01\0v\0\x01" + struct.pack("<Q", 3) + struct.pack("<QQQQ", 0, 12, 0, 0)
-        + b"\x01\0q\x03\x02" + struct.pack("<QQ", 1, 64) + struct.pack("<QQQQ", 256, 32, 512, 2)
+        b"\x01\0v\0\x01"
+        + struct.pack("<Q", 3)
+        + struct.pack("<QQQQ", 0, 12, 0, 0)
+        + b"\x01\0q\x03\x02"
+        + struct.pack("<QQ", 1, 64)
+        + struct.pack("<QQQQ", 256, 32, 512, 2)
     )
     start = 16 + length
-    assert content[start:start + len(table)] == table
+    assert content[start : start + len(table)] == table
     data_start = -(-(start + len(table)) // 256) * 256
-    assert not any(content[start + len(table):data_start])
+    assert not any(content[start + len(table) : data_start])
     assert content[data_start:] == (
-        np.array([1, 2, 3], "<f4").tobytes().ljust(256, b"\0") + (b"\x98" * 32).ljust(256, b"\0") + b"\0\x40".ljust(256, b"\0")
+        np.array([1, 2, 3], "<f4").tobytes().ljust(256, b"\0")
+        + (b"\x98" * 32).ljust(256, b"\0")
+        + b"\0\x40".ljust(256, b"\0")
     )
 
 
@@ -109,28 +115,39 @@ def test_a_copied_checksum_is_replaced(tmp_path):
         assert container.metadata == {"a": 1}
 
 
-@pytest.mark.parametrize("metadata", [
-    {"x": float("nan")}, {"x": np.float32(np.inf)}, {"x": b"bytes"}, {"x": "\ud800"}, {"x": {1, 2}}, {1: 1, "1": 2},
-])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"x": float("nan")},
+        {"x": np.float32(np.inf)},
+        {"x": b"bytes"},
+        {"x": "\ud800"},
+        {"x": {1, 2}},
+        {1: 1, "1": 2},
+    ],
+)
 def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, metadata):
     with pytest.raises(FileFormatError, match="metadata"):
         Writer(tmp_path / "m.q27", metadata, [ENTRY])
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("entries", "pattern"), [
-    ([], "0 tensors"),
-    ([ENTRY, ENTRY], "q is listed twice"),
-    ([TensorEntry("w", Q4_G64, (2, 100))], r"w \[2, 100\]: Q4_G64 stores columns in groups of 64"),
-    ([TensorEntry("w", Q4_G64, (64,))], "w: shape .64. cannot be stored as Q4_G64"),
-    ([TensorEntry("w", F32, (2, 3, 4))], "w: shape .2, 3, 4. cannot"),
-    ([TensorEntry("w", F32, (0, 4))], "w: shape .0, 4. cannot"),
-    ([TensorEntry("w", F32, ())], "w: shape .. cannot"),
-    ([TensorEntry("w", T3_G128, (2, 128))], "w: T3_G128 tensors are not supported"),
-    ([TensorEntry("w", FP4_G16, (2, 128))], "w: FP4_G16 tensors are not supported"),
-    ([TensorEntry("", F32, (2,))], "cannot be a tensor's name"),
-    ([TensorEntry("w" * 257, F32, (2,))], "cannot be a tensor's name"),
-])
+@pytest.mark.parametrize(
+    ("entries", "pattern"),
+    [
+        ([], "0 tensors"),
+        ([ENTRY, ENTRY], "q is listed twice"),
+        ([TensorEntry("w", Q4_G64, (2, 100))], r"w \[2, 100\]: Q4_G64 stores columns in groups of 64"),
+        ([TensorEntry("w", Q4_G64, (64,))], "w: shape .64. cannot be stored as Q4_G64"),
+        ([TensorEntry("w", F32, (2, 3, 4))], "w: shape .2, 3, 4. cannot"),
+        ([TensorEntry("w", F32, (0, 4))], "w: shape .0, 4. cannot"),
+        ([TensorEntry("w", F32, ())], "w: shape .. cannot"),
+        ([TensorEntry("w", T3_G128, (2, 128))], "w: T3_G128 tensors are not supported"),
+        ([TensorEntry("w", FP4_G16, (2, 128))], "w: FP4_G16 tensors are not supported"),
+        ([TensorEntry("", F32, (2,))], "cannot be a tensor's name"),
+        ([TensorEntry("w" * 257, F32, (2,))], "cannot be a tensor's name"),
+    ],
+)
 def test_entries_that_the_format_cannot_hold_are_refused(tmp_path, entries, pattern):
     with pytest.raises(FileFormatError, match=pattern):
         Writer(tmp_path / "m.q27", {}, entries)
@@ -139,16 +156,19 @@ def test_entries_that_the_format_cannot_hold_are_refused(tmp_path, entries, patt
 DATA, SCALES = rows_of(4)
 
 
-@pytest.mark.parametrize(("name", "data", "scales", "pattern"), [
-    ("other", DATA, SCALES, "rows of other where q rows were due"),
-    ("q", DATA[:, :16], SCALES, r"q: data are uint8 \[4, 16\], expected uint8 \[rows, 32\]"),
-    ("q", DATA.view(np.int8), SCALES, "q: data are int8"),
-    ("q", DATA, None, "q: no scales given; Q4_G64 has 1 a row"),
-    ("q", DATA, SCALES.astype(np.float32), "q: scales are float32"),
-    ("q", DATA, SCALES[:2], "q: 2 rows of scales for 4"),
-    ("q", np.tile(DATA, (2, 1)), np.tile(SCALES, (2, 1)), "q: 8 rows, expected 4"),
-    ("q", DATA, np.array([[1], [1], [np.inf], [1]], np.float16), "q: scale 0 of row 2 is not finite"),
-])
+@pytest.mark.parametrize(
+    ("name", "data", "scales", "pattern"),
+    [
+        ("other", DATA, SCALES, "rows of other where q rows were due"),
+        ("q", DATA[:, :16], SCALES, r"q: data are uint8 \[4, 16\], expected uint8 \[rows, 32\]"),
+        ("q", DATA.view(np.int8), SCALES, "q: data are int8"),
+        ("q", DATA, None, "q: no scales given; Q4_G64 has 1 a row"),
+        ("q", DATA, SCALES.astype(np.float32), "q: scales are float32"),
+        ("q", DATA, SCALES[:2], "q: 2 rows of scales for 4"),
+        ("q", np.tile(DATA, (2, 1)), np.tile(SCALES, (2, 1)), "q: 8 rows, expected 4"),
+        ("q", DATA, np.array([[1], [1], [np.inf], [1]], np.float16), "q: scale 0 of row 2 is not finite"),
+    ],
+)
 def test_rows_that_do_not_fit_are_refused_and_leave_nothing(tmp_path, name, data, scales, pattern):
     with pytest.raises(FileFormatError, match=pattern):
         with Writer(tmp_path / "m.q27", {}, [ENTRY]) as writer:
@@ -277,7 +297,11 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 def test_file_and_folder_are_on_disk_before_and_after_the_rename(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(writer_module.os, "fsync", lambda file: (calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))), fsync(file)))
+    monkeypatch.setattr(
+        writer_module.os,
+        "fsync",
+        lambda file: (calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{file}"))), fsync(file)),
+    )
     monkeypatch.setattr(writer_module.os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
     write_one(tmp_path / "m.q27")
     assert calls == [".m.q27.partial", "rename", tmp_path.name]
