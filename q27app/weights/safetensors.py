@@ -23,6 +23,8 @@ from q27app.weights.source import (
 )
 
 MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_VALUES = 500_000
+"""Of a header's JSON; a tensor needs six, and the 27B has 1,200 tensors."""
 MAX_JSON_BYTES = 16 << 20
 MAX_SHARDS = 512
 MAX_DIMENSIONS = 8
@@ -91,7 +93,7 @@ def read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
             f"{file.path}: the header claims {length} bytes; the file has {file.size} and the limit is {MAX_HEADER_BYTES}.",
             DAMAGED,
         )
-    return parse_json_object(file.read(8, length).tobytes(), f"{file.path}: the header"), 8 + length
+    return parse_json_object(file.read(8, length).tobytes(), f"{file.path}: the header", MAX_HEADER_VALUES), 8 + length
 
 
 def _add_tensors(source: Source, file: SourceFile, header: tuple[dict[str, Any], int], names: set[str] | None) -> None:

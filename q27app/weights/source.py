@@ -135,7 +135,7 @@ def refuse_overlaps(file: SourceFile, spans: list[tuple[int, int, str]]) -> None
             )
 
 
-def parse_json_object(text: bytes | str, where: str) -> dict[str, Any]:
+def parse_json_object(text: bytes, where: str, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """The JSON object in `text`. FileFormatError, beginning with `where`, for anything else, also for repeated keys."""
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -146,9 +146,9 @@ def parse_json_object(text: bytes | str, where: str) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
-    commas = text.count(b"," if isinstance(text, bytes) else ",")
-    if commas > MAX_JSON_VALUES:
-        raise FileFormatError(f"{where} holds more than {commas} values, expected at most {MAX_JSON_VALUES}.")
+    commas = text.count(b",")
+    if commas > max_values:
+        raise FileFormatError(f"{where} holds more than {commas} values, expected at most {max_values}.")
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as problem:
