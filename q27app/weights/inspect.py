@@ -19,8 +19,9 @@ _TOKENIZER_KEYS = ("tokenizer.huggingface.json", "tokenizer.ggml.tokens")
 def describe(container: Container) -> dict[str, Any]:
     """A JSON-ready description.
 
-    file {path, bytes}; model {name, generation, tier, vocab_size, tied, draft_head, tokenizer, chat_template}; config: the
-    `qwen35.*` keys without the prefix; metadata: every other key; long values of both as text like "<248320 elements>";
+    file {path, bytes}; model {name, generation, tier, vocab_size, tied, draft_head, tokenizer, chat_template};
+    config: the `qwen35.*` keys without the prefix; metadata: every other key; long values of both as text like
+    "<248320 elements>";
     totals {tensors, weights, bytes, bits_per_weight, formats: {name: {tensors, weights, bytes}}}; tensors: a list of
     {name, dtype, shape, bytes, scale_bytes, bits_per_weight} in file order.
 
