@@ -20,15 +20,21 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """One daemon's metrics. read_status: gives `EngineStatus.to_dict()`; called at each scrape, must be quick."""
+    """One daemon's metrics. Both callbacks are called at each scrape and must be quick.
 
-    def __init__(self, read_status: Callable[[], dict[str, Any]]) -> None:
+    read_status: gives `EngineStatus.to_dict()`. read_machine: gives {"gpus": [...], "host": {...}}.
+    """
+
+    def __init__(
+        self, read_status: Callable[[], dict[str, Any]], read_machine: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         self.registry = CollectorRegistry()
         self._add_requests()
         self._add_tokens()
         build = Gauge("q27app_build_info", "Version of the daemon.", ["version"], registry=self.registry)
         build.labels(__version__).set(1)
         self.registry.register(_EngineCollector(read_status))
+        self.registry.register(_MachineCollector(read_machine))
 
     def _add_requests(self) -> None:
         registry = self.registry
@@ -121,6 +127,38 @@ class _EngineCollector:
         for name, value in (status.get("counters") or {}).items():
             if isinstance(value, (int, float)) and name.isidentifier():
                 yield CounterMetricFamily(f"q27app_engine_{name}", "Counter of the engine.", value=float(value))
+
+
+_CARD_FIGURES = (
+    ("utilization_percent", "q27app_gpu_utilization_ratio", "Busy share of the card.", 0.01),
+    ("temperature_c", "q27app_gpu_temperature_celsius", "Temperature of the card.", 1.0),
+    ("power_w", "q27app_gpu_power_watts", "Power that the card draws.", 1.0),
+)
+
+
+class _MachineCollector:
+    """The latest snapshot of the cards as metrics; a figure that a card does not tell is absent."""
+
+    def __init__(self, read_machine: Callable[[], dict[str, Any]]) -> None:
+        self._read_machine = read_machine
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        cards = self._read_machine().get("gpus") or []
+        memory = GaugeMetricFamily("q27app_gpu_memory_bytes", "Memory of the card.", labels=["gpu", "kind"])
+        for card in cards:
+            for kind in ("total", "used", "free"):
+                if card.get(f"memory_{kind}") is not None:
+                    memory.add_metric([str(card["index"]), kind], float(card[f"memory_{kind}"]))
+        yield memory
+        for key, name, text, factor in _CARD_FIGURES:
+            family = GaugeMetricFamily(name, text, labels=["gpu"])
+            for card in cards:
+                if card.get(key) is not None:
+                    family.add_metric([str(card["index"])], card[key] * factor)
+            yield family
 
 
 def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from q27app.daemon.failures import UnsupportedMediaType
+from q27app.daemon.failures import RequestTimeout, UnsupportedMediaType
 from q27app.daemon.fields import decode_body
 from q27app.errors import Forbidden, PayloadTooLarge, Unauthorized, UsageError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from q27app.config import Config
 
 MAX_KEY_FILE_BYTES = 1 << 20
+BODY_TIMEOUT_S = 120.0
 LARGE_BODY_BYTES = 1 << 18
 """Larger bodies are decoded in the executor."""
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -193,7 +194,10 @@ async def read_object(request: web.Request, limit: int, executor: Any, may_be_em
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     try:
-        raw = await request.read()
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise RequestTimeout(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s.") from error
     except HTTPRequestEntityTooLarge as error:
         raise _too_large(limit) from error
     if may_be_empty and not raw.strip():

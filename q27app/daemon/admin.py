@@ -68,6 +68,7 @@ async def status(request: web.Request) -> web.Response:
             "max_context": daemon.engine.max_context,
             "requests": [record.to_dict() for record in daemon.active.values()],
             "engine": daemon.engine.status().to_dict(),
+            **await daemon.machine.snapshot(),
         }
     )
 
@@ -76,7 +77,9 @@ async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: Prometheus' text format."""
     from q27app.metrics import CONTENT_TYPE
 
-    return web.Response(body=request.app[DAEMON].metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    daemon = request.app[DAEMON]
+    await daemon.machine.snapshot()
+    return web.Response(body=daemon.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _model(daemon: Daemon, name: str) -> dict[str, Any]:

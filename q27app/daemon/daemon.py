@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from q27app.daemon.hub import Hub
+from q27app.daemon.machine import Machine
 from q27app.errors import Overloaded
 from q27app.metrics import Metrics
 
@@ -31,6 +32,8 @@ log = logging.getLogger("q27app.requests")
 
 HEARTBEAT_LIMIT_S = 120.0
 """Age of the engine's last sign of life at which it counts as hung."""
+EXTRA_ACTIVE = 256
+"""Requests that may be in flight beside those that wait: running, being read, being rendered, being written."""
 NUM_WORKERS = 2
 """Threads that render and tokenise long prompts."""
 
@@ -59,6 +62,7 @@ class RequestRecord:
     finish: str = ""
     has_ended: bool = False
     """True once the engine has delivered its final event."""
+    is_cancelled: bool = False
     stats: Any = None
 
     @property
@@ -105,10 +109,11 @@ class Daemon:
         self.boot_id = secrets.token_hex(5)
         self.started_at = time.time()
         self.hub = Hub()
-        self.metrics = Metrics(lambda: self.engine.status().to_dict())
         self.active: dict[str, RequestRecord] = {}
         self.is_draining = False
         self.executor = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="q27app-text")
+        self.machine = Machine(self.executor)
+        self.metrics = Metrics(lambda: self.engine.status().to_dict(), lambda: self.machine.latest)
         self._counter = itertools.count(1)
 
     @property
@@ -122,13 +127,22 @@ class Daemon:
         return f"{self.boot_id}{next(self._counter):x}"
 
     def begin(self, request_id: str, dialect: str, client: str) -> RequestRecord:
-        """Open the record of a request for an answer. Raises Overloaded while draining."""
+        """Open the record of a request for an answer. Raises Overloaded while draining or over the limit."""
+        limit = self.config.server.max_queue + EXTRA_ACTIVE
+        if len(self.active) >= limit:
+            raise Overloaded(f"{limit} requests are in flight.", "Try again later; server.max_queue sets the limit.")
         if self.is_draining:
             raise Overloaded("the daemon is shutting down.", "Try again when it is back.", retry_after_s=10)
         record = RequestRecord(request_id, dialect, client, time.monotonic())
         self.active[record.id] = record
         self.metrics.active.inc()
         return record
+
+    def cancel(self, record: RequestRecord) -> None:
+        """End a request in the engine, once, unless it has ended by itself."""
+        if not (record.has_ended or record.is_cancelled):
+            record.is_cancelled = True
+            self.engine.cancel(record.id)
 
     def end(self, record: RequestRecord) -> None:
         """Close the record: metrics, one log line, one event."""

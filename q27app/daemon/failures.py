@@ -25,6 +25,13 @@ class Cancelled(Q27Error):
     code = "cancelled"
 
 
+class RequestTimeout(BadRequest):
+    """The body did not arrive in time."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
 class UnsupportedMediaType(BadRequest):
     """A POST whose body is not declared as JSON."""
 

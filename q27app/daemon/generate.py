@@ -195,14 +195,13 @@ async def open_generation(
     error that ends an answer.
     """
     request, translation = await prepare(daemon, chat, record)
-    inbox = Inbox()
+    inbox = Inbox(on_overflow=lambda: daemon.cancel(record))
     daemon.engine.submit(request, inbox.deliver)
     record.phase = "queued"
     try:
         yield _deltas(daemon, translation, inbox, record)
     finally:
-        if not record.has_ended:
-            daemon.engine.cancel(request.id)
+        daemon.cancel(record)
 
 
 async def _deltas(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 from q27app.engine.request import TokenEvent
 
@@ -16,33 +17,39 @@ MAX_BACKLOG = 32_768
 
 
 class Inbox:
-    """Made on the loop; `deliver` belongs to the engine thread, everything else to the loop."""
+    """Made on the loop; `deliver` belongs to the engine thread, everything else to the loop.
 
-    def __init__(self, max_backlog: int = MAX_BACKLOG) -> None:
+    on_overflow: called once, on the loop, when the reader is given up.
+    """
+
+    def __init__(self, max_backlog: int = MAX_BACKLOG, on_overflow: Callable[[], None] = lambda: None) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._lock = threading.Lock()
         self._events: list[TokenEvent] = []
         self._num_tokens = 0
         self._max_backlog = max_backlog
+        self._on_overflow = on_overflow
         self.has_overflowed = False
 
     def deliver(self, event: TokenEvent) -> None:
         """Engine thread. Bounded time, never blocks on the loop."""
         with self._lock:
             was_empty = not self._events
-            if self._num_tokens + len(event.tokens) > self._max_backlog:
-                self.has_overflowed = True
+            overflows = not self.has_overflowed and self._num_tokens + len(event.tokens) > self._max_backlog
+            self.has_overflowed |= overflows
             if self._is_progress(event) and self._events and self._is_progress(self._events[-1]):
                 self._events[-1] = event
             elif not self.has_overflowed or event.finish is not None:
                 self._events.append(event)
                 self._num_tokens += len(event.tokens)
-        if was_empty:
-            try:
+        try:
+            if was_empty:
                 self._loop.call_soon_threadsafe(self._wake.set)
-            except RuntimeError:
-                return  # the loop has closed: nobody waits any more
+            if overflows:
+                self._loop.call_soon_threadsafe(self._on_overflow)
+        except RuntimeError:
+            return  # the loop has closed: nobody waits any more
 
     async def take(self, timeout_s: float) -> list[TokenEvent]:
         """Everything that has arrived, after waiting for something; [] after `timeout_s`."""

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,19 @@ def serve(config: Config, announce: Announce | None = None) -> int:
     from q27app.daemon.logs import open_log
 
     open_log(config.log)
-    check_exposure(config, load_keys(config))
+    keys = load_keys(config)
+    check_exposure(config, keys)
+    if keys.are_needed:
+        log.info("API keys are needed: %d for the API, %d for /admin", len(keys.api), len(keys.admin))
+    elif config.server.allow_open_bind:
+        log.warning("no API key is set and server.allow_open_bind is on: whoever reaches this address may use it")
     engine, tokenizer, template = open_parts(config)
+    announce = announce or (_print_banner if config.log.format == "text" else None)
     return asyncio.run(run(engine, tokenizer, template, config, announce, Notifier(notify_socket())))
+
+
+def _print_banner(address: str) -> None:
+    print(f"q27app listens on {address}", file=sys.stderr, flush=True)
 
 
 def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:

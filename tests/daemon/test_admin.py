@@ -86,6 +86,22 @@ async def test_metrics_count_requests_and_tokens(start):
     assert "q27app_ttft_seconds_count" in text
 
 
+async def test_cards_and_host_are_in_status_and_metrics(start, monkeypatch):
+    from q27app import gpu
+
+    card = gpu.GpuInfo(0, "GPU-1", "Card", (8, 9), 24 << 30, 20 << 30, 4 << 30, 87, 66, None)
+    monkeypatch.setattr(gpu, "read_gpus", lambda: (card,))
+    running = await start()
+    _, status = await running.get("/status")
+    assert status["gpus"][0]["name"] == "Card" and status["host"]["num_cpus"] > 0
+    async with running.session.get(running.url + "/metrics") as response:
+        text = await response.text()
+    assert 'q27app_gpu_memory_bytes{gpu="0",kind="free"} 4.294967296e+09' in text
+    assert 'q27app_gpu_utilization_ratio{gpu="0"} 0.87' in text
+    assert 'q27app_gpu_temperature_celsius{gpu="0"} 66.0' in text
+    assert "q27app_gpu_power_watts{" not in text
+
+
 async def test_two_apps_have_metrics_of_their_own(start):
     first, second = await start(), await start()
     await first.post("/v1/completions", {"prompt": "x"})

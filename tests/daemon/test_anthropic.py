@@ -74,6 +74,21 @@ async def test_cached_tokens_are_taken_out_of_input_tokens(start):
     assert usages[1]["cache_read_input_tokens"] == len(running.engine.requests[0].prompt) - 1
 
 
+async def test_a_changing_stamp_in_the_system_prompt_keeps_the_prefix(start):
+    running = await start(["x"])
+    stamps = (
+        "cc_version=9.9.9.aaa; cc_entrypoint=cli; cch=11111;",
+        "cc_version=9.9.9.bbb; cc_entrypoint=cli; cch=22222;",
+    )
+    for stamp in stamps:
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: {stamp}"},
+            {"type": "text", "text": "Rules."},
+        ]
+        _, reply = await running.post("/v1/messages", {**BODY, "system": system})
+    assert reply["usage"]["input_tokens"] == 1
+
+
 async def test_reasoning_is_a_signed_thinking_block(start):
     running = await start(["why", "</think>\n\n", "so"])
     body = {**BODY, "thinking": {"type": "enabled", "budget_tokens": 1000}}

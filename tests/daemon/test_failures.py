@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
@@ -86,6 +87,33 @@ async def test_a_full_queue_is_503_with_a_time_to_try_again(start, path):
         async with running.session.post(running.url + path, json={**PATHS[path], "stream": stream}) as response:
             assert response.status == 503 and int(response.headers["Retry-After"]) > 0
             assert kind_of(path, await response.json()) == "overloaded_error"
+
+
+@EVERY_PATH
+async def test_too_many_requests_in_flight_are_503(start, path, monkeypatch):
+    from q27app.daemon import daemon
+
+    monkeypatch.setattr(daemon, "EXTRA_ACTIVE", -64)
+    running = await start()
+    status, reply = await running.post(path, PATHS[path])
+    assert status == 503 and kind_of(path, reply) == "overloaded_error"
+
+
+async def test_a_body_that_does_not_arrive_is_408(start, monkeypatch):
+    from q27app.daemon import access
+
+    monkeypatch.setattr(access, "BODY_TIMEOUT_S", 0.1)
+    running = await start()
+
+    async def stalling():
+        yield b"{"
+        await asyncio.sleep(0.4)
+
+    async with running.session.post(
+        running.url + "/v1/messages", data=stalling(), headers={"Content-Type": "application/json"}
+    ) as response:
+        assert response.status == 408
+        assert kind_of("/v1/messages", await response.json()) == "invalid_request_error"
 
 
 @EVERY_PATH

@@ -165,13 +165,26 @@ async def test_a_reader_that_falls_too_far_behind_is_given_up():
     from q27app.daemon.inbox import Inbox
     from q27app.engine.request import FinishReason, TokenEvent
 
-    inbox = Inbox(max_backlog=10)
+    given_up = []
+    inbox = Inbox(max_backlog=10, on_overflow=lambda: given_up.append(1))
     for _ in range(100):
         inbox.deliver(TokenEvent("a", tokens=(1, 2, 3), forced=(False,) * 3))
     inbox.deliver(TokenEvent("a", finish=FinishReason.STOP))
     events = await inbox.take(1.0)
-    assert inbox.has_overflowed
+    await asyncio.sleep(0)
+    assert inbox.has_overflowed and given_up == [1]
     assert sum(len(event.tokens) for event in events) <= 10 and events[-1].finish is FinishReason.STOP
+
+
+async def test_a_reader_that_is_given_up_is_cancelled_at_once_and_told(start, monkeypatch):
+    from q27app.daemon import generate, inbox
+
+    monkeypatch.setattr(generate, "Inbox", lambda on_overflow: inbox.Inbox(100, on_overflow))
+    running = await start([LONG_TEXT, 60.0])
+    text = await running.stream("/v1/chat/completions", {**MESSAGES, "max_tokens": 2000})
+    assert "reads too slowly" in text and "[DONE]" not in text
+    await running.quiet()
+    assert len(running.engine.cancels) == 1
 
 
 async def test_progress_events_replace_each_other():
