@@ -1,7 +1,7 @@
 """Cuts an answer's text into channels as it arrives: reasoning, text, and wrapped tool calls.
 
     channel     looks for                              and then
-    text        <think>, <tool_call>, </tool_call>     opens reasoning, opens a call, drops the stray closer
+    text        <think>, <tool_call>, </tool_call>     opens reasoning, opens a call, drops a closer that closes nothing
     reasoning   </think>                               back to text
     tool        the end of the body (tool_body.py)     back to text
 
@@ -28,7 +28,7 @@ MAX_RETRIES = 8
 
 @dataclass(frozen=True)
 class Segment:
-    """kind: "text" | "reasoning" | "call". A call's text is its body, raw what the model wrote for it, markers included.
+    """kind: "text" | "reasoning" | "call". A call's text is its body, raw what the model wrote for it with its markers.
 
     is_closed: False if the generation ended inside the wrapper.
     """
@@ -55,6 +55,7 @@ class Splitter:
         self._scanner = BodyScanner()
         self._opener = ""
         self._retries = 0
+        self._num_shown = 0
 
     def feed(self, text: str) -> list[Segment]:
         """Segments that this text completes."""
@@ -74,10 +75,10 @@ class Splitter:
                 self._buffer += self._pending.popleft()
         return segments
 
-    def finish(self) -> list[Segment]:
-        """Segments that the end of the generation completes."""
+    def finish(self, is_cut: bool = False) -> list[Segment]:
+        """Segments that the end of the generation completes. is_cut: the model had more to say."""
         segments: list[Segment] = []
-        while self.channel == "tool" and self._scanner.provisional and self._retries < MAX_RETRIES:
+        while not is_cut and self.channel == "tool" and self._scanner.provisional and self._retries < MAX_RETRIES:
             self._cut_at_provisional(segments)
             segments += self.feed("")
         held, self._buffer = self._buffer, ""
@@ -103,7 +104,8 @@ class Splitter:
             return
         word = match.group()
         self._buffer = self._buffer[match.end() :]
-        if self._display.is_shown:
+        if self._display.is_shown or (word == CLOSE and self._num_shown):
+            self._num_shown = max(0, self._num_shown + (1 if word == OPEN else -1 if word == CLOSE else 0))
             self._emit_text(segments, word)
         elif word == THINK:
             self.channel = "reasoning"
@@ -128,6 +130,7 @@ class Splitter:
     def _to_text(self) -> None:
         self.channel = "text"
         self._display.reset()
+        self._num_shown = 0
 
     def _open_body(self, opener: str) -> None:
         self.channel, self._opener = "tool", opener

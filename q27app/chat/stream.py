@@ -82,11 +82,12 @@ class DeltaParser:
         segments = self._splitter.feed(text) if self._splitter else [Segment("text", text)]
         return self._take(segments)
 
-    def finish(self) -> list[Delta]:
-        """Deltas that the end of the generation completes."""
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """Deltas that the end of the generation completes. is_cut: a limit ended it; a call that was being written may
+        hold closers as content, so nothing of it is taken for the end of the call and shown."""
         if self._stops.found is not None:
             return []
-        deltas = self._take(self._splitter.finish()) if self._splitter else []
+        deltas = self._take(self._splitter.finish(is_cut)) if self._splitter else []
         self._flush_text()
         return deltas + self._drain()
 

@@ -64,13 +64,17 @@ class JinjaTemplate:
         """What the template itself writes when nobody guards content. Raises BadRequest as `render` does."""
         return self._run(request, thinking, effort, guards=False)[0]
 
-    def _run(self, request: ChatRequest, thinking: bool, effort: str | None, guards: bool = True) -> tuple[str, int, str]:
+    def _run(
+        self, request: ChatRequest, thinking: bool, effort: str | None, guards: bool = True
+    ) -> tuple[str, int, str]:
         """(the prompt's text, characters of it before the answer's opener, the private character in it)."""
         system, rest = split_system(request.messages)
         messages = template_messages(turns_of(rest), system)
         declarations = [tool.declaration for tool in offered_tools(request.tools, request.tool_choice)]
         mark = self._breaker.choose(messages, declarations)
         if guards:
+            for message in messages:
+                _move_reasoning(message)
             messages = [self._breaker.broken_message(message, mark) for message in messages]
             declarations = self._breaker.broken(declarations, mark, whole_only=True)
         variables: dict[str, Any] = {
@@ -97,6 +101,14 @@ class JinjaTemplate:
             system_len=len(ids[0]),
             channel=channel,
         )
+
+
+def _move_reasoning(message: dict[str, Any]) -> None:
+    """Reasoning inside an old answer goes where templates look for it: its tags would not be seen as content."""
+    if message["role"] == "assistant" and "reasoning_content" not in message and "</think>" in message["content"]:
+        head, _, text = message["content"].rpartition("</think>")
+        message["reasoning_content"] = head.split("</think>")[0].split("<think>")[-1].strip("\n")
+        message["content"] = text.lstrip("\n")
 
 
 def _pieces(text: str, mark: str) -> Iterable[tuple[str, bool]]:
@@ -133,10 +145,8 @@ class _Breaker:
     def _broken_value(self, key: str, value: Any, mark: str) -> Any:
         if key != "tool_calls":
             return self.broken(value, mark)
-        return [
-            {"type": call["type"], "function": {name: self.broken(item, mark) for name, item in call["function"].items()}}
-            for call in value
-        ]
+        functions = [{name: self.broken(item, mark) for name, item in call["function"].items()} for call in value]
+        return [{"type": "function", "function": function} for function in functions]
 
     def broken(self, value: Any, mark: str, whole_only: bool = False) -> Any:
         """The same value with every string in it, keys included, broken where needed.
@@ -146,7 +156,8 @@ class _Breaker:
         if isinstance(value, str):
             return self._break(value, mark, whole_only)
         if isinstance(value, Mapping):
-            return {self._break(key, mark, whole_only): self.broken(item, mark, whole_only) for key, item in value.items()}
+            keys = [self._break(key, mark, whole_only) for key in value]
+            return dict(zip(keys, (self.broken(item, mark, whole_only) for item in value.values()), strict=True))
         if isinstance(value, (list, tuple)):
             return [self.broken(item, mark, whole_only) for item in value]
         return value

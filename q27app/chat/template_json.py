@@ -26,8 +26,8 @@ _FORMS = {
         '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>\n\n<IMPORTANT>\n'
     ),
     "xml": (
-        "For each function call, emit it inside <tool_call></tool_call> tags using this exact format with NO suffix:\n\n"
-        "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
+        "For each function call, emit it inside <tool_call></tool_call> tags using this exact format with NO suffix:\n"
+        "\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
         "<parameter=example_parameter_2>\nmulti-line values are\nallowed\n</parameter>\n</function>\n</tool_call>\n\n"
         "<IMPORTANT>\n"
     ),

@@ -122,7 +122,9 @@ def _environment() -> Any:
         indent = indent if indent is None else min(int(indent), 16)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], cache_size=0)
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], cache_size=0
+    )
     replace = environment.filters["replace"]
 
     @jinja2.pass_eval_context
@@ -184,7 +186,8 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
         raise _OutOfBounds(f"a value of {sum(sizes)} items")
     if operator == "*" and sizes and numbers and max(sizes) * max(numbers) > MAX_SIZE // 64:
         raise _OutOfBounds("a repetition")
-    if operator in ("*", "**") and len(numbers) == 2 and (max(numbers) > 1 << 63 or operator == "**" and numbers[1] > 64):
+    is_large = len(numbers) == 2 and (max(numbers) > 1 << 63 or (operator == "**" and numbers[1] > 64))
+    if operator in ("*", "**") and is_large:
         raise _OutOfBounds("a large number")
 
 

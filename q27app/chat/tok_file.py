@@ -20,7 +20,8 @@ import struct
 from pathlib import Path
 
 from q27app.chat.vocabulary import (
-    ABSENT, ADDED, CONTROL, MAX_TOKENS, ORDINARY, SPLIT_PATTERNS, Vocabulary, make_vocabulary, pair, split_pre_tokenizer,
+    ABSENT, ADDED, CONTROL, MAX_TOKENS, ORDINARY, SPLIT_PATTERNS, Vocabulary, make_vocabulary, pair,
+    split_pre_tokenizer,
 )
 from q27app.errors import FileFormatError
 

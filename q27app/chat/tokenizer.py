@@ -227,6 +227,7 @@ def _build_model(vocabulary: Vocabulary) -> Any:
         )
     except Exception as error:  # the library raises bare Exception
         raise FileFormatError(
-            f"the tokenizer cannot be built: {str(error)[:300]}.", "The vocabulary, its merges or its rules are damaged."
+            f"the tokenizer cannot be built: {str(error)[:300]}.",
+            "The vocabulary, its merges or its rules are damaged.",
         ) from error
     return model

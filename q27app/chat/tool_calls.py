@@ -164,7 +164,7 @@ def typed_arguments(arguments: Mapping[str, str], tool: Tool) -> dict[str, Any]:
 
 
 def typed_value(text: str, schema: Any, root: Any) -> Any:
-    """One value. Without a type in the schema: JSON if the text is JSON of another type than string, else the string."""
+    """One value. Without a type in the schema: what the text is as JSON, unless that is a string; else the text."""
     kinds = schema_types(schema, root)
     if kinds and kinds <= {"string"}:
         return text
@@ -192,7 +192,7 @@ def _fits(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def schema_types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows, as far as it says; empty if it does not. References inside `root` are followed."""
+    """JSON types that a schema allows, as far as it says; empty if it does not. Follows references inside `root`."""
     if not isinstance(schema, dict) or depth > 16:
         return frozenset()
     reference = schema.get("$ref")

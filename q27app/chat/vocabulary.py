@@ -31,9 +31,10 @@ VISIBLE_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_
 END_NAMES = ("<|im_end|>", "<|endoftext|>")
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BLANKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_PATTERNS = {
-    "qwen35": _WORDS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen35": _WORDS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _BLANKS,
+    "qwen2": _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _BLANKS,
 }
 """How text is cut into words before merging, by the GGUF's name for it (`tokenizer.ggml.pre`)."""
 
@@ -233,9 +234,12 @@ def _json_tokens(vocab: dict[str, Any], added: Any) -> list[tuple[int, str, int]
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise FileFormatError(f"tokenizer.json: added token {str(token)[:80]!r} has no content string.")
         if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-            raise ModelError(f"tokenizer.json: added token {token['content'][:40]!r} uses lstrip, rstrip or single_word.")
+            name = token["content"][:40]
+            raise ModelError(f"tokenizer.json: added token {name!r} uses lstrip, rstrip or single_word.")
         strings.append((token.get("id"), token["content"], CONTROL if token.get("special") else ADDED))
     for index, string, _ in strings:
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < MAX_TOKENS:
-            raise FileFormatError(f"tokenizer.json: token {string[:40]!r} has id {str(index)[:40]}, expected 0..{MAX_TOKENS - 1}.")
+            raise FileFormatError(
+                f"tokenizer.json: token {string[:40]!r} has id {str(index)[:40]}, expected 0..{MAX_TOKENS - 1}."
+            )
     return strings

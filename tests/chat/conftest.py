@@ -21,13 +21,25 @@ def made_document() -> dict[str, Any]:
     for left, right in merges:
         vocab[left + right] = len(vocab)
     added = [
-        {"id": len(vocab) + index, "content": text, "special": text in CONTROLS, "normalized": False,
-         "lstrip": False, "rstrip": False, "single_word": False}
+        {
+            "id": len(vocab) + index,
+            "content": text,
+            "special": text in CONTROLS,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+        }
         for index, text in enumerate((*CONTROLS, *MARKERS))
     ]
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": split_pre_tokenizer(SPLIT_PATTERNS["qwen35"]), "post_processor": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": split_pre_tokenizer(SPLIT_PATTERNS["qwen35"]),
+        "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         "model": {"type": "BPE", "vocab": vocab, "merges": [" ".join(merge) for merge in merges]},
     }

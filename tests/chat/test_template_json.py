@@ -9,12 +9,18 @@ from q27app.chat.types import ChatRequest, ReasoningPart, ToolCall, ToolCallPart
 from tests.chat.messages import make_tool, message
 
 SHELL = make_tool("Shell", "run", ("cmd",), cmd="string")
-GOLDEN = ChatRequest(tools=(SHELL,), messages=(
-    message("system", "S1"), message("user", "u1"),
-    message("assistant", ReasoningPart("r1"), "a1", ToolCallPart(ToolCall("c", "Shell", {"cmd": "ls", "a": 1}))),
-    message("tool", ToolResultPart("out1")), message("tool", ToolResultPart("out2")), message("system", "mid"),
-    message("user", "u2"),
-))
+GOLDEN = ChatRequest(
+    tools=(SHELL,),
+    messages=(
+        message("system", "S1"),
+        message("user", "u1"),
+        message("assistant", ReasoningPart("r1"), "a1", ToolCallPart(ToolCall("c", "Shell", {"cmd": "ls", "a": 1}))),
+        message("tool", ToolResultPart("out1")),
+        message("tool", ToolResultPart("out2")),
+        message("system", "mid"),
+        message("user", "u2"),
+    ),
+)
 GOLDEN_HISTORY = """S1<|im_end|>
 <|im_start|>user
 u1<|im_end|>
@@ -56,7 +62,10 @@ def test_golden_json_rendering(tokenizer):
 def test_golden_xml_rendering_with_thinking(tokenizer):
     prompt, channel = JsonTemplate(tokenizer, "xml", is_38=True).build(GOLDEN, True, None)
     assert prompt.offsets() == (1016, 1383, 1413)
-    assert "<function=Shell>\n<parameter=a>\n1\n</parameter>\n<parameter=cmd>\nls\n</parameter>\n</function>" in prompt.text
+    assert (
+        "<function=Shell>\n<parameter=a>\n1\n</parameter>\n<parameter=cmd>\nls\n</parameter>\n</function>"
+        in prompt.text
+    )
     assert channel == "reasoning"
 
 
@@ -84,10 +93,16 @@ def test_effort_is_told_when_asked_for(tokenizer, effort, has_line):
     assert ("Reasoning effort is set to" in text) == has_line
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("<think>\nold\n</think>\n\nnew", "new"), ("</think>\nnew", "new"), ("<thinking>x</thinking>new", "new"),
-    ("new <think>x</think>", "new <think>x</think>"), ("<think>open", "<think>open"),
-])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<think>\nold\n</think>\n\nnew", "new"),
+        ("</think>\nnew", "new"),
+        ("<thinking>x</thinking>new", "new"),
+        ("new <think>x</think>", "new <think>x</think>"),
+        ("<think>open", "<think>open"),
+    ],
+)
 def test_reasoning_inside_an_old_answer_is_not_shown_twice(tokenizer, text, shown):
     assert f"<think>\n\n</think>\n\n{shown}<|im_end|>" in rendered_text(tokenizer, message("assistant", text))
 
@@ -98,17 +113,22 @@ def test_results_and_text_of_one_message_stay_in_order(tokenizer):
     assert wanted in rendered_text(tokenizer, one)
 
 
-@pytest.mark.parametrize(("dialect", "wanted"), [
-    ("json", '{"name": "Shell", "arguments": {broken}\n</tool_call>'),
-    ("xml", "<function=Shell>\n{broken\n</function>\n</tool_call>"),
-])
+@pytest.mark.parametrize(
+    ("dialect", "wanted"),
+    [
+        ("json", '{"name": "Shell", "arguments": {broken}\n</tool_call>'),
+        ("xml", "<function=Shell>\n{broken\n</function>\n</tool_call>"),
+    ],
+)
 def test_arguments_that_are_no_object_are_kept(tokenizer, dialect, wanted):
     one = message("assistant", ToolCallPart(ToolCall("", "Shell", "{broken")))
     assert wanted in rendered_text(tokenizer, one, dialect=dialect)
 
 
 def test_a_forced_tool_is_told_and_opened(tokenizer):
-    text = rendered_text(tokenizer, message("user", "u"), tools=(SHELL,), tool_choice=ToolChoice("required", ("Shell",)))
+    text = rendered_text(
+        tokenizer, message("user", "u"), tools=(SHELL,), tool_choice=ToolChoice("required", ("Shell",))
+    )
     assert 'Only the tool "Shell" may be called' in text
     assert text.endswith("</think>\n\n<tool_call>\n")
 
@@ -118,4 +138,6 @@ def test_control_strings_in_content_stay_content(tokenizer):
     plain = JsonTemplate(tokenizer).render(ChatRequest(messages=(message("user", "x"),)), True)
     dirty = JsonTemplate(tokenizer).render(ChatRequest(messages=(message("user", evil),)), True)
     controls = set(tokenizer.control_ids.values())
-    assert [token for token in dirty.tokens if token in controls] == [token for token in plain.tokens if token in controls]
+    assert [token for token in dirty.tokens if token in controls] == [
+        token for token in plain.tokens if token in controls
+    ]

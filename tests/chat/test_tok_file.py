@@ -20,10 +20,15 @@ def tok_bytes(document: dict) -> bytes:
         return struct.pack("<H", len(text.encode())) + text.encode()
 
     merges = document["model"]["merges"]
-    return b"".join([
-        struct.pack("<5I", 0x54373251, 1, len(tokens), 0, pairs["<|im_end|>"]), *map(string, tokens),
-        bytes(special.get(token, 1) for token in tokens), struct.pack("<I", len(merges)), *map(string, merges),
-    ])
+    return b"".join(
+        [
+            struct.pack("<5I", 0x54373251, 1, len(tokens), 0, pairs["<|im_end|>"]),
+            *map(string, tokens),
+            bytes(special.get(token, 1) for token in tokens),
+            struct.pack("<I", len(merges)),
+            *map(string, merges),
+        ]
+    )
 
 
 @pytest.fixture()
@@ -60,9 +65,15 @@ def test_flipped_bytes_load_or_are_refused(tmp_path, tok):
             pass
 
 
-@pytest.mark.parametrize(("offset", "value", "words"), [
-    (0, 1, "magic"), (8, 0, "0 tokens"), (8, 0xFFFFFFFF, "4294967295 tokens"), (8, 5000, "token"),
-])
+@pytest.mark.parametrize(
+    ("offset", "value", "words"),
+    [
+        (0, 1, "magic"),
+        (8, 0, "0 tokens"),
+        (8, 0xFFFFFFFF, "4294967295 tokens"),
+        (8, 5000, "token"),
+    ],
+)
 def test_lies_of_the_header_are_refused(tmp_path, tok, offset, value, words):
     damaged = bytearray(tok)
     struct.pack_into("<I", damaged, offset, value)
