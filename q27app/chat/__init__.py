@@ -1,1 +1,11 @@
-"""ROOM 5. Messages -> prompt tokens; tokens -> typed deltas. No I/O. Start at types.py. Imports: ground floor."""
+"""ROOM 5. Messages -> prompt tokens; tokens -> typed deltas. No I/O but tokenizer files. Imports: ground floor.
+
+Start at types.py, then:
+
+    text <-> ids   vocabulary.py (what a tokenizer file says), tok_file.py, tokenizer.py
+    prompts        conversation.py (what clients send), prompt.py (scaffold and content), template.py (which rendering),
+                   template_official.py, template_json.py, template_jinja.py in template_sandbox.py
+    answers        stream.py (the parser), splitter.py (channels), display.py (examples in prose), tool_body.py (where a
+                   call ends), tool_calls.py (what it says), stops.py
+    between steps  guide.py
+"""

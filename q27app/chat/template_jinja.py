@@ -180,4 +180,4 @@ class _Breaker:
         if not at:
             return text
         cuts = [0, *sorted(at), len(text)]
-        return mark.join(text[start:end] for start, end in zip(cuts, cuts[1:]))
+        return mark.join(text[start:end] for start, end in zip(cuts, cuts[1:], strict=False))

@@ -109,6 +109,10 @@ def _environment() -> Any:
                 _check_replace(__obj.__self__, *args[:2])
             return super().call(__context, __obj, *args, **kwargs)
 
+        def wrap_str_format(self, value: Any) -> None:
+            """No formatting, also not jinja's guarded one: a width is a size."""
+            return None
+
         def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
             if isinstance(obj, (str, bytes)) and attr in _PADDING_METHODS:
                 return False
