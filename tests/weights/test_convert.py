@@ -295,6 +295,21 @@ def test_memory_stays_small_and_speed_high_on_a_27b_embedding(tmp_path, long_sca
     assert weights / seconds > 30e6, f"{weights / seconds / 1e6:.0f} million weights a second"
 
 
+def test_only_a_few_pieces_are_on_their_way(tiny_huggingface, tmp_path, monkeypatch):
+    submitted, written, most = [], [], []
+    submit = convert_module.ThreadPoolExecutor.submit
+    monkeypatch.setattr(convert_module, "PIECE_WEIGHTS", 7000)
+    monkeypatch.setattr(convert_module.ThreadPoolExecutor, "submit", lambda *call: (submitted.append(0), submit(*call))[1])
+
+    def progress(done, total, name):
+        written.append(done)
+        most.append(len(submitted) - len(written))
+
+    convert(tiny_huggingface(*R3), tmp_path / "a.q27", "q4s", progress=progress)
+    assert len(written) > 500
+    assert max(most) <= 3 * convert_module.MAX_THREADS
+
+
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     """A tensor of 160 MB passes through a process that stays below 300 MB."""
     sparse_folder(tmp_path / "source", 16_384, 5120)

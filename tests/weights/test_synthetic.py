@@ -111,6 +111,7 @@ def test_share_of_right_tokens_is_the_one_asked_for(accept):
     assert abs(right.mean() - accept) < 0.005
     runs = right[np.arange(0, len(right), 64)]
     assert abs(runs.mean() - accept) < 0.03  # not tied to the low bits of the id
+    assert right[DECOY - 1]  # its successor is the decoy
 
 
 def test_matrices_have_mean_zero_and_natural_scale(tmp_path):
@@ -212,3 +213,34 @@ def test_large_checkpoints_are_written_without_arithmetic(tmp_path, long_scale):
     path = synthesize(tmp_path / "big.q27", f"5120x{layers},ffn=17408,vocab=248320", tier="q4s")
     rate = path.stat().st_size / (time.monotonic() - begin)
     assert rate > 50e6, f"{rate / 1e6:.0f} MB/s"
+
+
+@pytest.mark.parametrize("tier", ["q4s", "default"])
+def test_chain_runs_on_the_real_network(tmp_path, tier):
+    from q27app.kernels import open_backend
+    from q27app.kernels.batch import Batch
+    from q27app.model.forward import load_model
+
+    right = right_tokens(NANO_VOCAB, 0.5, seed=2)
+    backend = open_backend("numpy")
+    with open_nano(tmp_path, tier=tier, accept=0.5, seed=2) as file:
+        model = load_model(backend, file, max_rows=64)
+    state = model.allocate_state("fp32", 1, 1, 16)
+
+    def batch(phase, tokens, start):
+        rows = np.arange(len(tokens), dtype=np.int32)
+        zero = np.zeros(1, np.int32)
+        return Batch(phase, np.array(tokens, np.int32), rows + np.int32(start), np.array([0, len(tokens)], np.int32), zero, zero[None], rows)
+
+    def greedy(logits):
+        return int(backend.download(logits)[-1].argmax())
+
+    tokens = [1000, 1001, 1002]
+    tokens.append(greedy(model.forward(batch("prefill", tokens, 0), state)))
+    for position in range(3, 15):
+        drafted = [greedy(model.draft(batch("draft", tokens[-1:], position), state, first=True))]
+        drafted.append(greedy(model.draft(batch("draft", drafted, position + 1), state, first=False)))
+        expected = tokens[-1] + 1 if right[tokens[-1]] else DECOY
+        assert drafted == [expected, expected + 1 if right[expected] else DECOY]
+        tokens.append(greedy(model.forward(batch("decode", tokens[-1:], position), state)))
+    assert tokens == list(range(1000, 1016))
