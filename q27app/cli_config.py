@@ -60,7 +60,10 @@ def _printable(value: Any, secret: bool) -> Any:
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array.")
 def list_models(as_json: bool) -> None:
-    """List the models that --model can name: the bundled one and those of the models folder."""
+    """List the models that can be named.
+
+    The bundled one, and those of the models folder.
+    """
     from q27app.paths import DEMO, demo_model, installed_models, models_dir
 
     found = ([(DEMO, demo_model())] if demo_model().is_file() else []) + [(p.stem, p) for p in installed_models()]
@@ -76,7 +79,10 @@ def list_models(as_json: bool) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def version(as_json: bool) -> None:
-    """Print the versions of q27app, Python and the NVIDIA driver."""
+    """Print versions.
+
+    Of q27app, Python, the NVIDIA driver and the newest CUDA that it runs.
+    """
     import platform
 
     from q27app.gpu import read_driver

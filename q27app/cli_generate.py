@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import re
@@ -93,7 +94,10 @@ def generate(model: str | None, prompt: str | None, token_text: str | None, max_
              top_k: int | None, top_p: float | None, min_p: float | None, presence_penalty: float,
              frequency_penalty: float, seed: int, ignore_eos: bool, control: bool, backend: str | None,
              ctx: str | None, dump_logits: str | None, as_json: bool) -> None:
-    """Continue a prompt once and print the answer: as text for --prompt, as ids for --tokens."""
+    """Continue a prompt once, without a daemon.
+
+    Prints text for --prompt and ids for --tokens.
+    """
     from q27app.config import load_config
     from q27app.engine.request import Request, SamplingParams
 
@@ -268,13 +272,14 @@ MODEL_OR_TOKENIZER = click.option("--model", "-m", metavar="M",
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: tokens, count.")
 def encode(model: str | None, control: bool, as_json: bool) -> None:
     """Text on standard input, every byte of it, to ids separated by commas."""
+    tokenizer = _tokens_tokenizer(model)
     data = sys.stdin.buffer.read()
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}.",
                          "Convert the text to UTF-8.") from error
-    ids = _tokens_tokenizer(model).encode(text, control=control)
+    ids = tokenizer.encode(text, control=control)
     click.echo(json.dumps({"tokens": ids, "count": len(ids)}) if as_json else ",".join(map(str, ids)))
 
 
@@ -282,20 +287,27 @@ def encode(model: str | None, control: bool, as_json: bool) -> None:
 @MODEL_OR_TOKENIZER
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: text, count.")
 def decode(model: str | None, as_json: bool) -> None:
-    """Ids on standard input, separated by commas, spaces or newlines, to text; nothing is added to it."""
+    """Ids on standard input, separated by commas, spaces or newlines, to text; control tokens are spelled out."""
+    tokenizer = _tokens_tokenizer(model)
     text_in = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     given = re.fullmatch(r'\s*\{.*?"tokens"\s*:\s*(\[[^\]]*\]).*\}\s*', text_in, re.DOTALL)
     ids = parse_ids(given.group(1) if given else text_in, "standard input")
-    tokenizer = _tokens_tokenizer(model)
     unknown = next((token for token in ids if token >= tokenizer.vocab_size), None)
     if unknown is not None:
         raise UsageError(f"token id {unknown} is outside the vocabulary.", f"Ids are 0 to {tokenizer.vocab_size - 1}.")
-    text = tokenizer.decode(ids)
+    text = _spell(tokenizer, ids)
     if as_json:
         click.echo(json.dumps({"text": text, "count": len(ids)}))
     else:
         sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
         sys.stdout.buffer.flush()
+
+
+def _spell(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of ids, control tokens spelled out."""
+    names = {token: name for name, token in tokenizer.control_ids.items()}
+    groups = itertools.groupby(ids, key=names.get)
+    return "".join(name * len(list(group)) if name else tokenizer.decode(group) for name, group in groups)
 
 
 def _tokens_tokenizer(model: str | None) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -46,9 +47,10 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
 @click.option("--backend", default="auto", show_default=True, type=click.Choice(["auto", "cuda", "numpy"]),
               help="Where to compute.")
 def demo(backend: str) -> None:
-    """Start the daemon with the bundled model on a free loopback port, ask it something over HTTP, stop it.
+    """Ask the bundled model something, to see that everything works.
 
-    The configuration is left out of it, so the demo works the same everywhere.
+    Starts the daemon on a free loopback port, asks over HTTP, streams the answer, prints its speed, stops the daemon. No
+    configuration is read, so that the demo works the same everywhere.
     """
     with tempfile.TemporaryDirectory(prefix="q27app-demo-") as folder:
         log = Path(folder) / "log"
@@ -71,12 +73,15 @@ def _free_port() -> int:
 
 
 def _start(folder: Path, port: int, backend: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    from q27app.config import child_environment
+    from q27app.config import child_environment, variable
 
     (folder / "config.toml").write_text("")
-    command = [sys.executable, "-m", "q27app", "serve", "--model", "demo", "--host", "127.0.0.1", "--port", str(port),
+    package_folder = str(Path(__file__).resolve().parents[1])  # this very package, whatever the working directory holds
+    command = [sys.executable, "-P", "-m", "q27app", "serve", "--model", "demo", "--host", "127.0.0.1", "--port", str(port),
                "--backend", backend]
-    environment = child_environment({"Q27APP_CONFIG": str(folder / "config.toml"), "NOTIFY_SOCKET": ""}, settings=False)
+    search_path = os.pathsep.join(filter(None, [package_folder, variable("PYTHONPATH")]))
+    environment = child_environment({"Q27APP_CONFIG": str(folder / "config.toml"), "NOTIFY_SOCKET": "",
+                                     "PYTHONPATH": search_path}, settings=False)
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 

@@ -27,7 +27,7 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace DST if it ex
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
 def convert(source: str, destination: str, tier: str, mtp: str | None, generation: str | None, overwrite: bool,
             as_json: bool) -> None:
-    """Convert a Hugging Face folder or a GGUF file to the .q27 file DST."""
+    """Convert a Hugging Face folder or a GGUF file to .q27."""
     from q27app.cli_progress import Progress
     from q27app.weights.convert import convert as convert_weights
 
@@ -66,7 +66,10 @@ def _report_text(report: ConvertReport) -> str:
 @click.argument("file", metavar="FILE")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def inspect(file: str, as_json: bool) -> None:
-    """Show a .q27 file's configuration, tier, tensor table and sizes. FILE may also be a model's name, or demo."""
+    """Show what a .q27 file holds.
+
+    Configuration, tier, tensor table and sizes. FILE may also be a model's name, or demo.
+    """
     from q27app.paths import resolve_model
     from q27app.weights.container import open_container
     from q27app.weights.inspect import describe, render_description
@@ -86,7 +89,10 @@ def inspect(file: str, as_json: bool) -> None:
 @click.option("--seed", default=0, show_default=True, metavar="S")
 @OVERWRITE
 def synth(destination: str, size: str, wiring: str, tier: str, accept: float, seed: int, overwrite: bool) -> None:
-    """Write a constructed checkpoint, for tests and measurements: its greedy text is known, its weights mean nothing."""
+    """Write a constructed checkpoint for tests and measurements.
+
+    Its weights mean nothing; the greedy text of a chain is known.
+    """
     from q27app.cli_progress import Progress, human_bytes
     from q27app.weights.synthetic import synthesize
 

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Installs q27app for the user who runs it, or upgrades it: own virtual environment, launcher, and a first answer.
+#
+#   installers/install.sh [--no-demo] [--no-gpu]
+#
+# Nothing outside the user's folders changes, except that root on Debian, Ubuntu or Fedora gets a missing python3.
+# Configuration and models are never touched.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source_folder=$(dirname "$here")
+. "$here/common.sh"
+
+run_demo=yes
+want_gpu=yes
+for argument in "$@"; do
+  case $argument in
+    --no-demo) run_demo=no ;;
+    --no-gpu) want_gpu=no ;;
+    -h|--help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) fail "unknown option $argument." "Options: --no-demo, --no-gpu."; ;;
+  esac
+done
+[ -n "${HOME:-}" ] || fail "HOME is not set." "Set it to the folder of the user who will run q27app."
+
+data_folder=${Q27APP_HOME:+$Q27APP_HOME/data}
+data_folder=${data_folder:-${XDG_DATA_HOME:-$HOME/.local/share}/q27app}
+program=$data_folder/program
+launcher=$HOME/.local/bin/q27app
+
+find_python
+say "Installing q27app into $program with $("$PYTHON" --version) ..."
+mkdir -p "$data_folder"
+make_venv "$program"
+
+# Build in a copy, so that the clone stays as it is and may be read-only; install the wheel, so that it may go afterwards.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/source"
+(cd "$source_folder" && tar -cf - pyproject.toml README.md LICENSE q27app) | tar -xf - -C "$work/source"
+"$program/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work" "$work/source" ||
+  fail "the package could not be built." "The lines above say why; a network connection is needed."
+wheel=$(echo "$work"/q27app-*.whl)
+if ! "$program/bin/python" -m pip install --quiet --upgrade "$wheel[json]"; then
+  say "Without llguidance (it could not be installed): structured output will not be available."
+  "$program/bin/python" -m pip install --quiet --upgrade "$wheel" ||
+    fail "the package could not be installed." "The lines above say why; a network connection is needed."
+fi
+"$program/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
+
+# The GPU part: needs the driver (to run) and the toolkit's nvcc (to compile kernels).
+has_device=no
+{ [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] || [ -d /proc/driver/nvidia/gpus ]; } && has_device=yes
+nvcc=$(command -v nvcc || true)
+[ -n "$nvcc" ] || { [ -x /usr/local/cuda/bin/nvcc ] && nvcc=/usr/local/cuda/bin/nvcc; } || true
+gpu_works=no
+if [ "$want_gpu" = no ]; then
+  say "GPU part: skipped, as asked."
+elif [ "$has_device" = no ]; then
+  say "GPU part: skipped, no NVIDIA device. q27app computes on the CPU here."
+elif [ -z "$nvcc" ]; then
+  say "GPU part: skipped, there is an NVIDIA device but no CUDA toolkit (nvcc). Install the toolkit, then run this again."
+else
+  cuda_major=$("$program/bin/python" -c 'from q27app.gpu import read_driver; d = read_driver(); print(d.cuda[0] if d and d.cuda else "")')
+  nvcc_major=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  if [ -z "$cuda_major" ]; then
+    say "GPU part: skipped, the NVIDIA driver does not answer. Check nvidia-smi, then run this again."
+  else
+    [ "${nvcc_major:-13}" -lt "$cuda_major" ] && cuda_major=$nvcc_major
+    extra=cuda13
+    [ "$cuda_major" -ge 13 ] || extra=cuda12
+    say "GPU part: installing $extra (driver and toolkit found) ..."
+    # PyCUDA takes the toolkit of the first nvcc on PATH; a wrapper elsewhere would lead it astray.
+    toolkit=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
+    if PATH="$toolkit/bin:$PATH" CUDA_ROOT="$toolkit" "$program/bin/python" -m pip install --quiet "$wheel[$extra]"; then
+      gpu_works=yes
+    else
+      say "GPU part: skipped, PyCUDA could not be built with $toolkit; the lines above say why. Run this again afterwards."
+    fi
+  fi
+fi
+
+mkdir -p "$(dirname "$launcher")"
+cat > "$launcher.new" <<LAUNCHER
+#!/bin/sh
+exec "$program/bin/q27app" "\$@"
+LAUNCHER
+chmod 755 "$launcher.new"
+mv -f "$launcher.new" "$launcher"
+
+say "Installed: $("$launcher" version | head -n 1), launcher $launcher"
+case ":$PATH:" in
+  *":$(dirname "$launcher"):"*) ;;
+  *) say "Add $(dirname "$launcher") to PATH to call it as q27app." ;;
+esac
+if [ "$run_demo" = yes ]; then
+  backend=auto
+  if [ "$has_device" = yes ] && [ "$gpu_works" = no ]; then
+    backend=numpy
+    say "The demo runs on the CPU, since the GPU part was skipped."
+  fi
+  "$launcher" demo --backend "$backend"
+fi
+say "Next: q27app serve"
