@@ -1,0 +1,118 @@
+"""Snapshots never raise: no driver, half a driver, a card that tells little."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from q27app import gpu
+
+
+class FakeNvml:
+    """A driver with one card that answers some questions; NVMLError for the rest."""
+
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, init_works: bool = True) -> None:
+        self.init_works = init_works
+        self.is_open = False
+
+    def nvmlInit(self) -> None:
+        if not self.init_works:
+            raise self.NVMLError("driver not loaded")
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"NVIDIA Test Card"
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return "GPU-1"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=24 << 30, used=1 << 30, free=23 << 30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return (8, 9)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 71_500
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.65.06"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13010
+
+    def __getattr__(self, name: str):
+        def refuse(*arguments):
+            raise self.NVMLError(f"{name} is not supported")
+        return refuse
+
+
+@pytest.fixture
+def nvml(monkeypatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def test_a_card_that_tells_little_leaves_none(nvml):
+    (card,) = gpu.read_gpus()
+    assert (card.name, card.compute_capability, card.memory_free) == ("NVIDIA Test Card", (8, 9), 23 << 30)
+    assert card.power_w == 71.5
+    assert card.temperature_c is None and card.utilization_percent is None and card.pci_bus_id == ""
+    assert not nvml.is_open
+
+
+def test_the_driver_names_its_newest_cuda(nvml):
+    assert gpu.read_driver() == gpu.DriverInfo("580.65.06", (13, 1))
+
+
+def test_without_a_driver_there_are_no_cards(nvml):
+    nvml.init_works = False
+    assert gpu.read_gpus() == ()
+    assert gpu.read_driver() is None
+
+
+def test_without_the_library_there_are_no_cards(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu.read_gpus() == ()
+
+
+def test_a_device_file_is_enough_to_exist(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu, "_DRIVER_FOLDER", tmp_path / "gpus")
+    monkeypatch.setattr(gpu, "_DEVICE_NODES", (str(tmp_path / "nvidia0"),))
+    assert not gpu.nvidia_device_exists()
+    (tmp_path / "nvidia0").touch()
+    assert gpu.nvidia_device_exists()
+
+
+def test_a_card_in_the_drivers_folder_is_enough_to_exist(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(gpu, "_DEVICE_NODES", ())
+    monkeypatch.setattr(gpu, "_DRIVER_FOLDER", tmp_path)
+    assert not gpu.nvidia_device_exists()
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert gpu.nvidia_device_exists()
+
+
+def test_the_host_tells_cpus_and_memory():
+    host = gpu.read_host()
+    assert host.num_cpus >= 1
+    assert 0 < host.memory_available <= host.memory_total
+    assert host.process_bytes > 1 << 20
