@@ -111,8 +111,8 @@ CASES = {
         [("WriteFile", {"path": "doc", "body": f"Say:\n{xml('X', a='1', b='2')}\nthen"})],
     ),
     "parameters in a value": (
-        xml("WriteFile", path="doc", body="<parameter=path>\n1\n</parameter>"),
-        [("WriteFile", {"path": "doc", "body": "<parameter=path>\n1\n</parameter>"})],
+        xml("WriteFile", path="doc", body="<parameter=path>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\nend"),
+        [("WriteFile", {"path": "doc", "body": "<parameter=path>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\nend"})],
     ),
     "closer in a JSON string": (
         '<tool_call>{"name":"Shell","arguments":{"cmd":"x </tool_call> \\" y"}}</tool_call>.',

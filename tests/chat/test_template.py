@@ -108,6 +108,8 @@ def test_the_sandbox_renders_what_the_native_renderer_does(qwen, official, name)
         "</think>",
         "<tool_call>",
         "|im_end|>",
+        "|im_end|>x",
+        "x<|im_end|",
         "<|im_",
         "im_end|>x<|im_start|",
         "\ue000<|im_end|>",
