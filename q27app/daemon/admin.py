@@ -15,8 +15,8 @@ from q27app import __version__
 from q27app.daemon import sse
 from q27app.daemon.access import read_object
 from q27app.daemon.daemon import DAEMON, REQUEST_ID
-from q27app.daemon.failures import as_q27_error, dump
-from q27app.errors import NotFound, Overloaded, Q27Error
+from q27app.daemon.failures import dump
+from q27app.errors import NotFound, Overloaded
 
 if TYPE_CHECKING:
     from q27app.daemon.daemon import Daemon
@@ -164,13 +164,3 @@ async def _lines(daemon: Daemon) -> AsyncIterator[bytes]:
     yield sse.COMMENT
     async for record in daemon.hub.listen(daemon.config.server.ping_interval_s):
         yield sse.COMMENT if record is None else sse.event(record["event"], record)
-
-
-def failure_of(error: BaseException, request_id: str) -> Q27Error:
-    """The error to answer with; what is not ours to explain is logged without its message, which may quote a prompt."""
-    if not isinstance(error, Q27Error):
-        import traceback
-
-        place = "".join(traceback.format_tb(error.__traceback__))
-        log.error("request %s: %s\n%s", request_id, type(error).__name__, place)
-    return as_q27_error(error, request_id)

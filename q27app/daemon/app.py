@@ -27,7 +27,7 @@ from q27app.daemon.access import (
 )
 from q27app.daemon.answer import collect
 from q27app.daemon.daemon import DAEMON, REQUEST_ID, Daemon
-from q27app.daemon.failures import MethodNotAllowed, dialect_of, error_body, error_headers
+from q27app.daemon.failures import MethodNotAllowed, dialect_of, error_body, error_headers, explained
 from q27app.daemon.generate import count_prompt, open_generation
 from q27app.daemon.hub import HubHandler
 from q27app.daemon.identity import Identity
@@ -114,9 +114,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         check_media_type(request)
         response = await handler(request)
     except Exception as error:
-        if isinstance(error, ConnectionError):
-            raise
-        failure = admin.failure_of(_translated(error, request), request[REQUEST_ID])
+        failure = explained(_translated(error, request), request[REQUEST_ID])
         response = admin.json_response(error_body(failure, dialect), failure.http_status)
         response.headers.update(error_headers(failure, dialect))
         if isinstance(failure, PayloadTooLarge):
@@ -155,10 +153,7 @@ def _answering(dialect: ModuleType) -> Handler:
         record = daemon.begin(request[REQUEST_ID], dialect.NAME, describe_client(request))
         try:
             return await _answer(request, dialect, record)
-        except (asyncio.CancelledError, ConnectionError):
-            record.finish = "disconnected"
-            raise
-        except Exception as error:
+        except BaseException as error:
             _note_failure(record, error)
             raise
         finally:
@@ -187,6 +182,9 @@ async def _answer(request: web.Request, dialect: ModuleType, record: RequestReco
 
 
 def _note_failure(record: RequestRecord, error: BaseException) -> None:
+    if isinstance(error, (asyncio.CancelledError, ConnectionError)):
+        record.finish = "disconnected"
+        return
     record.finish = f"error:{error.code if isinstance(error, Q27Error) else 'internal_error'}"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import traceback
 from typing import Any
 
 from q27app.errors import (
@@ -16,6 +18,8 @@ from q27app.errors import (
     Q27Error,
     Unauthorized,
 )
+
+log = logging.getLogger("q27app.daemon")
 
 
 class Cancelled(Q27Error):
@@ -78,10 +82,16 @@ def dialect_of(path: str) -> str:
     return "messages" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
-def as_q27_error(error: BaseException, request_id: str) -> Q27Error:
-    """The error itself, or a 500 that gives nothing away but the id under which the log has the details."""
+def explained(error: BaseException, request_id: str) -> Q27Error:
+    """The error to answer with.
+
+    One that is not ours is logged with its place but without its message, which may quote a prompt; the client gets the
+    id under which the log has it.
+    """
     if isinstance(error, Q27Error):
         return error
+    place = "".join(traceback.format_tb(error.__traceback__))
+    log.error("request %s: %s\n%s", request_id, type(error).__name__, place)
     return Q27Error("internal error.", f"The daemon's log has the details under request {request_id}.")
 
 

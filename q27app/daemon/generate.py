@@ -34,6 +34,11 @@ LONG_CHARS = 16_384
 ANSWER_RESERVE = 16
 """Tokens of an answer that a bounded reasoning leaves free."""
 
+CROWD = 16
+PACE_S = 0.001
+"""With so many requests in flight, a stream gathers what comes within PACE_S for each of them before it is written:
+the loop makes at most 1 / PACE_S writes a second, and whoever is new gets a first byte in time."""
+
 
 def wants_thinking(chat: ChatRequest, config: Config) -> tuple[bool, str | None]:
     """(whether the model shall think, effort): the server's default, the request's wish where that is obeyed; a forced
@@ -212,6 +217,9 @@ async def _deltas(
     spoke_at = time.monotonic()
     while not record.has_ended:
         events = await inbox.take(spoke_at + interval - time.monotonic())
+        if record.phase == "decode" and len(daemon.active) >= CROWD:
+            await asyncio.sleep(len(daemon.active) * PACE_S)
+            events += await inbox.take(0)
         if inbox.has_overflowed:
             raise Q27Error("the client reads too slowly: the answer is too far ahead of it.")
         deltas, failure = _translated_all(events, translation, record)

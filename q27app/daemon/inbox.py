@@ -52,10 +52,10 @@ class Inbox:
             return  # the loop has closed: nobody waits any more
 
     async def take(self, timeout_s: float) -> list[TokenEvent]:
-        """Everything that has arrived, after waiting for something; [] after `timeout_s`."""
-        if not self._events:
+        """Everything that has arrived, after waiting for something; [] after `timeout_s`. 0 or less: does not wait."""
+        if not self._events and timeout_s > 0:
             try:
-                async with asyncio.timeout(max(0.0, timeout_s)):
+                async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
             except TimeoutError:
                 return []

@@ -6,17 +6,13 @@ A client that takes nothing for `WRITE_TIMEOUT_S` is cut off. Nothing is compres
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from q27app.daemon.failures import as_q27_error, dump, error_event
-from q27app.errors import Q27Error
+from q27app.daemon.failures import dump, error_event, explained
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-log = logging.getLogger("q27app.daemon")
 
 WRITE_TIMEOUT_S = 120.0
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -45,23 +41,25 @@ async def send(
 ) -> web.StreamResponse:
     """Stream `chunks`. An error out of the iterator becomes the dialect's error event, and the stream ends there.
 
-    on_failure learns of it. Raises ConnectionResetError if the client has gone or takes nothing.
+    on_failure learns of it, and of a client that has gone or takes nothing (a ConnectionError).
     """
     from aiohttp import web
 
     response = web.StreamResponse(headers={**HEADERS, **headers})
-    await response.prepare(request)
     try:
-        async for chunk in chunks:
-            await _write(request, response, chunk)
-    except ConnectionError:
-        raise
-    except Exception as error:
+        await response.prepare(request)
+        try:
+            async for chunk in chunks:
+                await _write(request, response, chunk)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            on_failure(error)
+            failure = explained(error, headers.get("request-id", ""))
+            await _write(request, response, error_event(failure, dialect))
+        await response.write_eof()
+    except ConnectionError as error:
         on_failure(error)
-        if not isinstance(error, Q27Error):
-            log.exception("request %s failed after its headers were sent", headers.get("request-id", "?"))
-        await _write(request, response, error_event(as_q27_error(error, headers.get("request-id", "")), dialect))
-    await response.write_eof()
     return response
 
 

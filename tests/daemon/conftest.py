@@ -108,6 +108,20 @@ def engine_of(tokenizer) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def ticking_engine(tokenizer) -> Callable[..., Any]:
+    """Makes ticking engines and closes them."""
+    engines = []
+
+    def make(*args: Any) -> Any:
+        engines.append(scripted.TickingEngine(tokenizer, *args))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
 async def start(engine_of, tokenizer, template, config) -> AsyncIterator[Callable[..., Any]]:
     """start(script, config=..., engine=..., **engine options) -> Running."""
     opened: list[tuple[Any, aiohttp.ClientSession]] = []

@@ -203,6 +203,49 @@ class ScriptedEngine:
         return TokenEvent(request.id, finish=reason, stats=stats, error=error)
 
 
+class TickingEngine(ScriptedEngine):
+    """One thread for all requests, as the real one: each tick brings every running request its next token.
+
+    text: what each says, a token a tick. tick_s: length of a tick.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, tick_s: float, slots: int, max_queue: int) -> None:
+        self.text, self.tick_s = text, tick_s
+        super().__init__(tokenizer, slots=0, max_queue=max_queue)
+        self.slots = slots
+        self._threads = [threading.Thread(target=self._tick_forever, daemon=True)]
+        self._threads[0].start()
+
+    def _tick_forever(self) -> None:
+        tokens = tuple(self.tokenizer.encode(self.text))
+        running: list[list[Any]] = []
+        while not self._is_closed:
+            started = time.monotonic()
+            with self._lock:
+                while self._waiting and len(running) < self.slots:
+                    running.append([*self._waiting.popleft(), 0])
+            for entry in running:
+                self._tick(entry, tokens)
+            running = [entry for entry in running if entry[2] >= 0]
+            self.num_running = len(running)
+            time.sleep(max(0.0, self.tick_s - (time.monotonic() - started)))
+
+    def _tick(self, entry: list[Any], tokens: tuple[int, ...]) -> None:
+        request, deliver, count = entry
+        reason = FinishReason.STOP if count == len(tokens) else None
+        if self._live[request.id].is_set():
+            reason = FinishReason.CANCELLED
+        if reason is None:
+            request.guide.advance(tokens[count : count + 1])
+            deliver(TokenEvent(request.id, tokens[count : count + 1], (False,)))
+            entry[2] += 1
+            return
+        entry[2] = -1
+        with self._lock:
+            del self._live[request.id]
+        deliver(self._end(request, reason, 0, count))
+
+
 def _shared(old: Sequence[int], new: Sequence[int]) -> int:
     return next(
         (index for index, (left, right) in enumerate(zip(old, new)) if left != right), min(len(old), len(new))
