@@ -1,8 +1,8 @@
 """Hugging Face folder or GGUF -> `.q27`: plan everything, then stream.
 
-The plan (names, shapes, formats, room on the disk) is checked before the first byte is written. Then pieces of rows go through
-a few threads (read, transform, encode, measure the error) and to the writer in file order; a bounded number is on its way, so
-memory does not grow with the checkpoint. An error or an interruption leaves no file behind.
+The plan (names, shapes, formats, room on the disk) is checked before the first byte is written. Then pieces of rows
+go through a few threads (read, transform, encode, measure the error) and to the writer in file order; a bounded
+number is on its way, so memory does not grow with the checkpoint. An error or an interruption leaves no file behind.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def convert(
 ) -> ConvertReport:
     """Write `destination` from a Hugging Face folder or a GGUF file.
 
-    mtp: a GGUF with the draft layer, for a GGUF without. generation: "3.6" or "3.8", which chooses the tier's recipe; None
-    takes it from the model's name. Raises UsageError (tier, generation, destination exists), FileFormatError and ModelError
-    (source), Q27Error (disk).
+    mtp: a GGUF with the draft layer, for a GGUF without. generation: "3.6" or "3.8", which chooses the tier's recipe;
+    None takes it from the model's name. Raises UsageError (tier, generation, destination exists), FileFormatError and
+    ModelError (source), Q27Error (disk).
     """
     start = time.monotonic()
     with open_source(Path(source), Path(mtp) if mtp is not None else None) as opened:
@@ -103,7 +103,8 @@ def open_source(source: Path, mtp: Path | None) -> Source:
     """A folder is Hugging Face's, a file is GGUF; `mtp` is merged into the latter."""
     if source.is_dir():
         if mtp is not None:
-            raise UsageError(f"--mtp {mtp} goes with a GGUF; {source} is a folder, whose draft layer is in its own files.")
+            raise UsageError(
+                f"--mtp {mtp} goes with a GGUF; {source} is a folder, whose draft layer is in its own files.")
         return open_safetensors_folder(source)
     if source.suffix == ".safetensors":
         raise UsageError(f"{source} is one file of a checkpoint.", f"Give its folder: {source.parent}")
@@ -135,7 +136,8 @@ def draft_block(metadata: Mapping[str, Any]) -> int | None:
 
 
 def tier_metadata(plan: TierPlan, generation: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say how a `.q27` was quantised and which blocks are of which kind (the draft layer is attention)."""
+    """The keys that say how a `.q27` was quantised and which blocks are of which kind (the draft layer is
+    attention)."""
     recurrent = metadata[f"{ARCHITECTURE}.attention.recurrent_layers"]
     return {
         "q27_version": FORMAT_VERSION, "quant_policy": plan.tier.name, "group_q4": 64, "group_q8": 128,
@@ -222,10 +224,10 @@ def _error(values: np.ndarray, dtype: DType, data: np.ndarray, scales: np.ndarra
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep what is freed, up to 64 MiB a thread, rather than return it to the system after each piece.
+    """Let the C library keep what is freed, up to 64 MiB a thread, and not return it to the system after each piece.
 
-    glibc raises its thresholds to the size of the largest mapped block that was freed. Without this every piece's arrays are
-    fresh pages, and their faults cost as much as the arithmetic.
+    glibc raises its thresholds to the size of the largest mapped block that was freed. Without this every piece's
+    arrays are fresh pages, and their faults cost as much as the arithmetic.
     """
     np.empty(31 << 20, np.uint8)
 

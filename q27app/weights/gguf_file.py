@@ -5,9 +5,9 @@
     tensor    string name, u32 dimensions, u64 each (innermost first), u32 type, u64 offset from the data's start
     data      begins at the next multiple of general.alignment (32)
 
-The walk is bounded: the header by MAX_HEADER_BYTES, each count by the bytes that are left and by a budget of elements for the
-whole file, so a hostile count is refused before anything is allocated for it. Blocks of quantised types are decoded by the
-`gguf` library, by rows.
+The walk is bounded: the header by MAX_HEADER_BYTES, each count by the bytes that are left and by a budget of elements
+for the whole file, so a hostile count is refused before anything is allocated for it. Blocks of quantised types are
+decoded by the `gguf` library, by rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ DAMAGED = "The file is damaged; download it again."
 COMPANION = "Give the MTP companion file of this model."
 
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+}
 
 BLOCKS = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }
 """GGUF type -> name, weights of a block, bytes of a block: every type that the library decodes."""
@@ -81,7 +84,8 @@ class _Walk:
     def take(self, nbytes: int, what: str) -> bytes:
         start = self.position
         if nbytes > len(self.buffer) - start:
-            reason = "the file ends" if len(self.buffer) == self.file.size else f"the header exceeds {MAX_HEADER_BYTES} bytes"
+            is_whole = len(self.buffer) == self.file.size
+            reason = "the file ends" if is_whole else f"the header exceeds {MAX_HEADER_BYTES} bytes"
             raise self.problem(f"{what} needs {nbytes} bytes and {reason} after {len(self.buffer) - start}")
         self.position = start + nbytes
         return self.buffer[start:self.position]
@@ -94,7 +98,8 @@ class _Walk:
             raise self.problem("the file does not begin with GGUF", "Give a GGUF file or a Hugging Face folder.")
         version = self.unpack("I", "the version")
         if version not in (2, 3):
-            raise self.problem(f"GGUF version {version}, expected 2 or 3, little endian", "Convert it with a current llama.cpp.")
+            raise self.problem(f"GGUF version {version}, expected 2 or 3, little endian",
+                               "Convert it with a current llama.cpp.")
         tensors, keys = self.unpack("Q", "the tensor count"), self.unpack("Q", "the key count")
         if tensors > MAX_TENSORS or keys > MAX_KEYS:
             raise self.problem(f"{tensors} tensors and {keys} keys, expected at most {MAX_TENSORS} and {MAX_KEYS}")
@@ -198,8 +203,9 @@ def _tensors(file: SourceFile, walk: _Walk, count: int, metadata: dict[str, Any]
 
 def _tensor(file: SourceFile, walk: _Walk, name: str, shape: tuple[int, ...], kind: int, offset: int) -> SourceTensor:
     if kind not in BLOCKS:
-        raise walk.problem(f"{name} has the GGUF type {kind}, expected one of "
-                           + ", ".join(label for label, _, _ in BLOCKS.values()), "Give a GGUF of another quantisation.")
+        raise walk.problem(
+            f"{name} has the GGUF type {kind}, expected one of " + ", ".join(label for label, _, _ in BLOCKS.values()),
+            "Give a GGUF of another quantisation.")
     label, weights, nbytes = BLOCKS[kind]
     inner = shape[-1]
     if inner % weights:
@@ -238,8 +244,9 @@ def merge_companion(base: Source, companion: Source) -> None:
     """
     key = "general.architecture"
     if companion.metadata.get(key) != base.metadata.get(key):
-        raise FileFormatError(f"{companion.path}: {key} is {companion.metadata.get(key)!r}, expected that of {base.path.name}, "
-                              f"{base.metadata.get(key)!r}.")
+        raise FileFormatError(
+            f"{companion.path}: {key} is {companion.metadata.get(key)!r}, expected that of {base.path.name}, "
+            f"{base.metadata.get(key)!r}.")
     added = {name: tensor for name, tensor in companion.tensors.items() if name.startswith("blk.")}
     if not any(".nextn." in name for name in added):
         raise FileFormatError(f"{companion.path} holds no draft layer (no tensor blk.N.nextn.*).", COMPANION)

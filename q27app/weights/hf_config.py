@@ -1,7 +1,8 @@
-"""Translates a Hugging Face folder's side files to the metadata of a `.q27` file: geometry, name, tokenizer, chat template.
+"""Translates a Hugging Face folder's side files to `.q27` metadata: geometry, name, tokenizer, chat template.
 
-The keys are GGUF's, so that a model reads the same whether it came from safetensors or from GGUF. Whatever the network's code
-fixes (gates, activation, number of value dimensions) is checked here and refused by the config's own key.
+The keys are GGUF's, so that a model reads the same whether it came from safetensors or from GGUF. Whatever the
+network's code fixes (gates, activation, number of value dimensions) is checked here and refused by the config's own
+key.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Config:
 
 
 def config_metadata(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], bool | None]:
-    """(`general.*` and `qwen35.*` keys, whether embedding and head are tied or None if unclear). ModelError names the key."""
+    """(`general.*` and `qwen35.*` keys, are the embeddings tied: None if unclear). ModelError names the key."""
     c = _Config(config, f"{folder / 'config.json'}")
     c.refuse_other_values()
     num_layers, num_mtp = c.integer("num_hidden_layers"), c.integer("mtp_num_hidden_layers", low=0, default=0)
@@ -105,7 +106,8 @@ def config_metadata(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, 
     value_heads, delta_dim = c.integer("linear_num_value_heads"), c.integer("linear_key_head_dim")
     rotary = head_dim * c.number("partial_rotary_factor", 0.0, 1.0, default=0.25)
     if rotary != int(rotary) or int(rotary) % 2:
-        raise c.refuse("partial_rotary_factor", rotary / head_dim, f"a share that gives an even part of head_dim = {head_dim}")
+        raise c.refuse("partial_rotary_factor", rotary / head_dim,
+                       f"a share that gives an even part of head_dim = {head_dim}")
     values: dict[str, Any] = {
         "block_count": num_layers + num_mtp,
         "nextn_predict_layers": num_mtp,
@@ -132,12 +134,13 @@ def config_metadata(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, 
     sections = c.rope.get("mrope_section")
     if isinstance(sections, list) and len(sections) == 3 and all(isinstance(n, int) for n in sections):
         values["rope.dimension_sections"] = [*sections, 0]
-    general = {"general.architecture": ARCHITECTURE, "general.type": "model", "general.name": _model_name(config, folder)}
+    name = _model_name(config, folder)
+    general = {"general.architecture": ARCHITECTURE, "general.type": "model", "general.name": name}
     return general | {f"{ARCHITECTURE}.{key}": value for key, value in values.items()}, c.tied
 
 
 def _model_name(config: Mapping[str, Any], folder: Path) -> str:
-    """The repository's name where the folder tells it (also in the download cache's layout), else what the config says."""
+    """The repository's name where the folder tells it (as in the download cache), else what the config says."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
         return folder.parent.parent.name.split("--")[-1][:200]
@@ -146,7 +149,7 @@ def _model_name(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def tokenizer_metadata(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`tokenizer.huggingface.json`, `tokenizer.chat_template` and the ids of the ending tokens, as far as the folder has them."""
+    """`tokenizer.huggingface.json`, `tokenizer.chat_template` and ending tokens' ids, as far as the folder has them."""
     values: dict[str, Any] = {}
     side: dict[str, Any] = {}
     settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
@@ -196,7 +199,8 @@ def _ending_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
     places: list[Any] = []
     generation = folder / "generation_config.json"
     if generation.exists():
-        places.append(parse_json_object(read_small_file(generation, MAX_SIDE_FILE_BYTES), str(generation)).get("eos_token_id"))
+        told = parse_json_object(read_small_file(generation, MAX_SIDE_FILE_BYTES), str(generation))
+        places.append(told.get("eos_token_id"))
     text = config.get("text_config")
     places += [config.get("eos_token_id"), text.get("eos_token_id") if isinstance(text, dict) else None]
     for place in places:

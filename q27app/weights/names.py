@@ -1,12 +1,14 @@
-"""One table of the network's tensors: Hugging Face name, `.q27` (= GGUF) name, shape, and what turns one into the other.
+"""One table of the network's tensors: Hugging Face name, `.q27` (= GGUF) name, shape, and the transform between them.
 
     plus_one        norms are stored around 0 by Hugging Face, around 1 here
     heads           value heads: from grouped by key head (head j * r + m) to tiled (m * Nk + j), along rows or a vector
-    value_rows      the same in blocks of Dv rows;  qkv_rows: only the rows after queries and keys;  value_columns: columns
+    value_rows      the same in blocks of Dv rows
+    qkv_rows        the same, only the rows after queries and keys
+    value_columns   the same in blocks of Dv columns
     decay           A_log becomes -exp(A_log), then heads
 
-The order is new[i] = old[P[i]], P = arange(Nv).reshape(Nk, r).T.ravel(); the identity if Nk = Nv. Transforms work row range
-by row range on what the source reads; nothing is held.
+The order is new[i] = old[P[i]], P = arange(Nv).reshape(Nk, r).T.ravel(); the identity if Nk = Nv. Transforms work row
+range by row range on what the source reads; nothing is held.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from q27app.weights.source import Source, SourceTensor
 MAX_BLOCKS = 512
 MAX_INTEGER = 1 << 30
 DOWNLOAD = "Download the checkpoint again, or give the one that the file names."
+
+Reader = Callable[[int, int], np.ndarray]
+"""read(start, stop) of a SourceTensor."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ GGUF_OPTIONAL = {"nextn.shared_head_norm.weight": ("H",), "nextn.embed_tokens.we
 
 
 class Geometry:
-    """Sizes by the names that the table uses, from `qwen35.*` metadata. ModelError names the key that is missing or wrong."""
+    """Sizes by the names that the table uses, from `qwen35.*` metadata. ModelError names a key that will not do."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
@@ -85,13 +90,15 @@ class Geometry:
         if value_heads % key_heads:
             raise ModelError(f"metadata key {ARCHITECTURE}.ssm.group_count is {key_heads}, expected a divisor of "
                              f"ssm.time_step_rank = {value_heads}.")
-        hidden, head_dim, delta_dim = self.integer("embedding_length"), self.integer("attention.key_length"), self.integer("ssm.state_size")
+        hidden, head_dim = self.integer("embedding_length"), self.integer("attention.key_length")
+        delta_dim = self.integer("ssm.state_size")
         heads, kv_heads = self.integer("attention.head_count"), self.integer("attention.head_count_kv")
         self.num_mtp = self.integer("nextn_predict_layers", low=0, default=0)
         self.num_layers = self.integer("block_count", high=MAX_BLOCKS) - self.num_mtp
         if self.num_mtp > 1 or self.num_layers < 1:
-            raise ModelError(f"metadata keys {ARCHITECTURE}.block_count = {self.num_layers + self.num_mtp} and nextn_predict_layers "
-                             f"= {self.num_mtp}; expected at least one layer and at most one draft layer.")
+            raise ModelError(
+                f"metadata keys {ARCHITECTURE}.block_count = {self.num_layers + self.num_mtp} and nextn_predict_layers "
+                f"= {self.num_mtp}; expected at least one layer and at most one draft layer.")
         self.value_dim = delta_dim
         self.head_order = np.arange(value_heads).reshape(key_heads, value_heads // key_heads).T.ravel()
         self.sizes = {
@@ -104,7 +111,8 @@ class Geometry:
     def integer(self, key: str, low: int = 1, high: int = MAX_INTEGER, default: int | None = None) -> int:
         value = self.metadata.get(f"{ARCHITECTURE}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ModelError(f"metadata key {ARCHITECTURE}.{key} is {str(value)[:80]}, expected an integer from {low} to {high}.")
+            raise ModelError(
+                f"metadata key {ARCHITECTURE}.{key} is {str(value)[:80]}, expected an integer from {low} to {high}.")
         return value
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -122,7 +130,8 @@ def all_rules(geometry: Geometry, recurrent: list[bool], tied: bool) -> list[tup
     if not tied:
         found.append((HEAD.hf, HEAD.name, HEAD))
     for index in range(geometry.num_layers):
-        found += [(f"layers.{index}.{rule.hf}", f"blk.{index}.{rule.name}", rule) for rule in block_rules(recurrent[index], False)]
+        found += [(f"layers.{index}.{rule.hf}", f"blk.{index}.{rule.name}", rule)
+                   for rule in block_rules(recurrent[index], False)]
     if geometry.num_mtp:
         block = f"blk.{geometry.num_layers}."
         found += [(f"mtp.layers.0.{rule.hf}", block + rule.name, rule) for rule in block_rules(False, True)]
@@ -152,8 +161,9 @@ def translate_huggingface(source: Source) -> tuple[dict[str, Any], dict[str, Sou
     unknown = sorted(name for name in source.tensors.keys() - used
                      if not name.startswith("model.visual.") and not (tied and name == HEAD.hf))
     if unknown:
-        raise ModelError(f"{source.path}: tensor {unknown[0][:200]} {list(source.tensors[unknown[0]].shape)} has no place in this "
-                         f"model ({len(unknown)} such tensors).", DOWNLOAD)
+        raise ModelError(
+            f"{source.path}: tensor {unknown[0][:200]} {list(source.tensors[unknown[0]].shape)} has no place in this "
+            f"model ({len(unknown)} such tensors).", DOWNLOAD)
     return metadata | tokenizer_metadata(source.path, source.metadata), tensors
 
 
@@ -173,7 +183,8 @@ def translate_gguf(source: Source) -> tuple[dict[str, Any], dict[str, SourceTens
         if name in source.tensors:
             tensors[name] = _of_shape(source.tensors[name], name, geometry.shape(rule.shape), source)
         elif rule.name not in GGUF_OPTIONAL:
-            hint = "Give the companion file too: --mtp FILE." if name.startswith(f"blk.{geometry.num_layers}.") else DOWNLOAD
+            is_draft = name.startswith(f"blk.{geometry.num_layers}.")
+            hint = "Give the companion file too: --mtp FILE." if is_draft else DOWNLOAD
             raise ModelError(f"{source.path}: tensor {name} {list(geometry.shape(rule.shape))} is missing.", hint)
     for short, shape in GGUF_OPTIONAL.items():
         name = f"blk.{geometry.num_layers}.{short}"
@@ -181,8 +192,9 @@ def translate_gguf(source: Source) -> tuple[dict[str, Any], dict[str, SourceTens
             tensors[name] = _of_shape(source.tensors[name], name, geometry.shape(shape), source)
     unknown = sorted(source.tensors.keys() - tensors.keys())
     if unknown:
-        raise ModelError(f"{source.path}: tensor {unknown[0]} {list(source.tensors[unknown[0]].shape)} has no place in this model.",
-                         DOWNLOAD)
+        raise ModelError(
+            f"{source.path}: tensor {unknown[0]} {list(source.tensors[unknown[0]].shape)} has no place in this model.",
+            DOWNLOAD)
     return metadata, tensors
 
 
@@ -208,7 +220,8 @@ def _complete(metadata: dict[str, Any], source: Source) -> None:
     found += [False] * geometry.num_mtp
     flags = metadata.setdefault(key + "attention.recurrent_layers", found)
     if flags[:geometry.num_layers] != found[:geometry.num_layers]:
-        raise ModelError(f"{source.path}: {key}attention.recurrent_layers does not say which blocks hold attn_qkv.", DOWNLOAD)
+        raise ModelError(
+            f"{source.path}: {key}attention.recurrent_layers does not say which blocks hold attn_qkv.", DOWNLOAD)
     metadata[key + "attention.recurrent_layers"] = found
 
 
@@ -227,7 +240,7 @@ def transformed(tensor: SourceTensor, name: str, rule: TensorRule, geometry: Geo
     return SourceTensor(name, shape, tensor.nbytes, _reader(tensor, rule.transform, geometry, len(shape) == 1))
 
 
-def _reader(tensor: SourceTensor, transform: str, geometry: Geometry, vector: bool) -> Callable[[int, int], np.ndarray]:
+def _reader(tensor: SourceTensor, transform: str, geometry: Geometry, vector: bool) -> Reader:
     read, order = tensor.read, geometry.head_order
     if transform == "plus_one":
         return lambda start, stop: read(start, stop) + np.float32(1)
@@ -243,7 +256,7 @@ def _reader(tensor: SourceTensor, transform: str, geometry: Geometry, vector: bo
     return _row_reader(read, order, first, 1 if transform == "heads" else geometry.value_dim)
 
 
-def _column_reader(read: Callable[[int, int], np.ndarray], order: np.ndarray, block: int) -> Callable[[int, int], np.ndarray]:
+def _column_reader(read: Reader, order: np.ndarray, block: int) -> Reader:
     def permuted(start: int, stop: int) -> np.ndarray:
         values = read(start, stop)
         return values.reshape(len(values), len(order), block)[:, order].reshape(values.shape)
@@ -251,9 +264,7 @@ def _column_reader(read: Callable[[int, int], np.ndarray], order: np.ndarray, bl
     return permuted
 
 
-def _row_reader(
-    read: Callable[[int, int], np.ndarray], order: np.ndarray, first: int, block: int
-) -> Callable[[int, int], np.ndarray]:
+def _row_reader(read: Reader, order: np.ndarray, first: int, block: int) -> Reader:
     """Rows before `first` as they are; after it, blocks of `block` rows in `order`."""
     def permuted(start: int, stop: int) -> np.ndarray:
         pieces, row = [], start

@@ -1,12 +1,12 @@
 """Reads a Hugging Face folder: config.json and one or several safetensors files.
 
     file      u64 header bytes | header, a JSON object | data
-    header    name -> {"dtype": "BF16", "shape": [out, in], "data_offsets": [begin, end]}; offsets count from the data's start;
-              "__metadata__" holds text only
+    header    name -> {"dtype": "BF16", "shape": [out, in], "data_offsets": [begin, end]}; offsets count from the
+              data's start; "__metadata__" holds text only
     folder    model.safetensors, or the shards that model.safetensors.index.json names
 
-Nothing in a header is believed before it is checked: its length, each range, overlaps, each size against its shape. Tensors of
-number types other than BF16, F16 and F32 are refused when something wants to read them, not before.
+Nothing in a header is believed before it is checked: its length, each range, overlaps, each size against its shape.
+Tensors of number types other than BF16, F16 and F32 are refused when something wants to read them, not before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def open_safetensors_folder(path: str | Path) -> Source:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise FileFormatError(f"{folder} is not a folder.", "Give the folder that holds config.json and model.safetensors.")
+        raise FileFormatError(f"{folder} is not a folder.",
+                              "Give the folder that holds config.json and model.safetensors.")
     config = parse_json_object(read_small_file(folder / "config.json", MAX_JSON_BYTES), f"{folder / 'config.json'}")
     placed = _shards(folder)
     source = Source(folder, config, {})
@@ -70,8 +71,9 @@ def _shards(folder: Path) -> dict[str, set[str] | None]:
     shards: dict[str, set[str]] = {}
     for name, shard in placement.items():
         if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise FileFormatError(f"{index}: weight_map places {name[:100]} in {str(shard)[:100]!r}, expected the plain name "
-                                  "of a .safetensors file in the same folder.")
+            raise FileFormatError(
+                f"{index}: weight_map places {name[:100]} in {str(shard)[:100]!r}, expected the plain name "
+                "of a .safetensors file in the same folder.")
         shards.setdefault(shard, set()).add(name)
     if len(shards) > MAX_SHARDS:
         raise FileFormatError(f"{index} names {len(shards)} files, expected at most {MAX_SHARDS}.")
@@ -90,7 +92,7 @@ def read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     length = int(file.read(0, 8).view("<u8")[0])
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         raise FileFormatError(
-            f"{file.path}: the header claims {length} bytes; the file has {file.size} and the limit is {MAX_HEADER_BYTES}.",
+            f"{file.path}: the header claims {length} bytes; the file has {file.size}, at most {MAX_HEADER_BYTES}.",
             DAMAGED,
         )
     return parse_json_object(file.read(8, length).tobytes(), f"{file.path}: the header", MAX_HEADER_VALUES), 8 + length

@@ -1,7 +1,8 @@
 """What a conversion reads from: files opened once, read at offsets, and tensors that give rows as float32.
 
-Files are read with `pread` and not mapped: the pages of a 50 GB checkpoint then never count as this process's memory, and
-a file that is cut while it is read gives an error and not a bus fault. Every length comes from the file and is checked.
+Files are read with `pread` and not mapped: the pages of a 50 GB checkpoint then never count as this process's memory,
+and a file that is cut while it is read gives an error and not a bus fault. Every length comes from the file and is
+checked.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ class SourceFile:
             try:
                 count = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as problem:
-                raise FileFormatError(f"{self.path} cannot be read at byte {offset + done}: {problem.strerror}.") from problem
+                raise FileFormatError(
+                    f"{self.path} cannot be read at byte {offset + done}: {problem.strerror}.") from problem
             if count <= 0:
                 raise FileFormatError(
-                    f"{self.path} ends at byte {offset + done}, expected {offset + nbytes} bytes; it was cut while being read."
+                    f"{self.path} ends at byte {offset + done}, not at {offset + nbytes}; it was cut while being read."
                 )
             done += count
         return out
@@ -130,9 +132,8 @@ def refuse_overlaps(file: SourceFile, spans: list[tuple[int, int, str]]) -> None
     for before, after in zip(spans, spans[1:]):
         if after[0] < before[1]:
             raise FileFormatError(
-                f"{file.path}: tensors {before[2]} (bytes {before[0]} to {before[1]}) and {after[2]} (from byte {after[0]}) "
-                "overlap.", "The file is damaged; download it again.",
-            )
+                f"{file.path}: tensors {before[2]} (bytes {before[0]} to {before[1]}) and {after[2]} "
+                f"(from byte {after[0]}) overlap.", "The file is damaged; download it again.")
 
 
 def parse_json_object(text: bytes, where: str, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:

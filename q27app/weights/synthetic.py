@@ -1,17 +1,20 @@
 """Constructed checkpoints of any size, 27B included, whose behaviour is known before they run.
 
-chain: the greedy successor of token t is t + 1, wrapping. The embedding row E[t] holds random codes c[t]; the head's row t + 1 is
-the same codes, so the logit of t + 1 stands far above all others. Everything that writes to the residual stream is random and so
-small that it cannot change that. Codes are -7 .. 7 and the scales of E and head are powers of two (times 18 at Q4), so the values
-are the same in every tier.
+chain: the greedy successor of token t is t + 1, wrapping. The embedding row E[t] holds random codes c[t]; the head's
+row t + 1 is the same codes, so the logit of t + 1 stands far above all others. Everything that writes to the residual
+stream is random and so small that it cannot change that. Codes are -7 .. 7 and the scales of E and head are powers of
+two (times 18 at Q4), so the values are the same in every tier.
 
-The draft layer reads E[t] through the embedding half of eh_proj (the identity; the hidden half is zero, so drafting from its own
-output changes nothing) and hands it to the same head. To be wrong for chosen tokens, the last two columns of E are markers that the
-head ignores: column -1 is 7 in every row, column -2 is 7 where drafts are right and -7 where they are wrong. In eh_proj they carry
-+8 D and -8 D, D being the head's row of token DECOY: for a right token they cancel exactly, for a wrong one they add four times D
-to a stream of E[t], and the draft is DECOY. Which tokens are right is `right_tokens`.
+The draft layer reads E[t] through the embedding half of eh_proj (the identity; the hidden half is zero, so drafting
+from its own output changes nothing) and hands it to the same head. To be wrong for chosen tokens, the last two
+columns of E are markers that the head ignores: column -1 is 7 in every row, column -2 is 7 where drafts are right and
+-7 where they are wrong. In eh_proj they carry +8 D and -8 D, D being the head's row of token DECOY: for a right token
+they cancel exactly, for a wrong one they add four times D to a stream of E[t], and the draft is DECOY. Which tokens
+are right is `right_tokens`.
 
-A chain proves plumbing, length and speed; its text does not depend on state, so it proves no kernel, KV format or rollback.
+A chain proves plumbing, length and speed; its text does not depend on state, so it proves no kernel, KV format or
+rollback.
+
 dense: random weights at natural scale, where every error shows in the logits.
 """
 
@@ -60,13 +63,14 @@ class _Maker(Protocol):
 
 
 def synthesize(
-    destination: str | os.PathLike[str], size: str = "nano", wiring: str = "chain", tier: str = "q4s", accept: float = 0.8,
-    seed: int = 0, progress: Progress | None = None, overwrite: bool = False,
+    destination: str | os.PathLike[str], size: str = "nano", wiring: str = "chain", tier: str = "q4s",
+    accept: float = 0.8, seed: int = 0, progress: Progress | None = None, overwrite: bool = False,
 ) -> Path:
-    """Write a constructed `.q27`. size: nano, 27b or WxL (see `synthetic_sizes`). accept: share of tokens whose draft is right.
+    """Write a constructed `.q27`.
 
-    progress(bytes written, bytes in all, tensor). Raises UsageError for arguments, FileFormatError where a tier cannot hold the
-    size, Q27Error for the disk.
+    size: nano, 27b or WxL (see `synthetic_sizes`). accept: share of tokens whose draft is right.
+    progress(bytes written, bytes in all, tensor). Raises UsageError for arguments, FileFormatError where a tier
+    cannot hold the size, Q27Error for the disk.
     """
     if wiring not in WIRINGS:
         raise UsageError(f"there is no wiring {wiring!r}; expected chain or dense.")
@@ -76,7 +80,8 @@ def synthesize(
         raise UsageError(f"seed is {seed}, expected a number from 0 to 2^63 - 1.")
     geometry_size = parse_size(size)
     metadata = size_metadata(geometry_size, f"q27app {wiring} {geometry_size.name}")
-    metadata["q27app.synthetic"] = {"size": geometry_size.name, "wiring": wiring, "accept": accept, "seed": seed, "decoy": DECOY}
+    metadata["q27app.synthetic"] = {"size": geometry_size.name, "wiring": wiring, "accept": accept, "seed": seed,
+                                    "decoy": DECOY}
     metadata |= tokenizer_keys(geometry_size.vocab)
     geometry = Geometry(metadata)
     recurrent = metadata["qwen35.attention.recurrent_layers"]
@@ -93,7 +98,9 @@ def synthesize(
 
 
 def right_tokens(vocab: int, accept: float, seed: int = 0) -> np.ndarray:
-    """bool [vocab]: tokens whose draft (the guess of the token after them) is right in a chain: splitmix64(token, seed) < accept.
+    """bool [vocab]: tokens whose draft (the guess of the token after them) is right in a chain.
+
+    Those with splitmix64(token, seed) < accept.
 
     The token before DECOY is right whatever the hash says, since the decoy is its successor.
     """
@@ -242,7 +249,7 @@ class _ChainRows:
 
 
 class _DraftInput:
-    """eh_proj [hidden, 2 hidden]: EYE on the embedding half's diagonal, the decoy in the markers' columns, zero elsewhere."""
+    """eh_proj [hidden, 2 hidden]: EYE on the embedding half's diagonal, the decoy in the markers' columns."""
 
     def __init__(self, builder: _Builder, entry: TensorEntry) -> None:
         self.entry, self.hidden = entry, builder.hidden

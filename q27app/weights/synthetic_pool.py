@@ -1,10 +1,12 @@
 """Endless reproducible weights without a random number for each: one zero-mean pool, repeated.
 
-A tensor's bytes are a window of a periodic stream of codes; its scales are a window of a periodic stream of factors. Periods are
-prime, so that rows (of any even width, fewer than PERIOD of them) begin at different places and no two are equal, and two rows'
-overlap is always shifted, where random codes do not correlate. Windows are views: writing costs no arithmetic.
+A tensor's bytes are a window of a periodic stream of codes; its scales are a window of a periodic stream of factors.
+Periods are prime, so that rows (of any even width, fewer than PERIOD of them) begin at different places and no two
+are equal, and two rows' overlap is always shifted, where random codes do not correlate. Windows are views: writing
+costs no arithmetic.
 
-The codes' mean is exactly zero: a mean of half a code would add up over the inputs of every matrix and drown the residual stream.
+The codes' mean is exactly zero: a mean of half a code would add up over the inputs of every matrix and drown the
+residual stream.
 """
 
 from __future__ import annotations

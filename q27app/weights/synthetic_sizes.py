@@ -50,7 +50,8 @@ def parse_size(text: str) -> Size:
         size = Size(text, hidden, layers, ffn=-(-hidden * 17 // 5 // 128) * 128, vocab=4096,
                     kv_heads=max(1, hidden // 1280), key_heads=max(2, hidden // 320))
     else:
-        raise UsageError(f"there is no size {text[:80]!r}; expected nano, 27b or WxL, as in 1024x8 or 1024x8,vocab=8192.")
+        raise UsageError(
+            f"there is no size {text[:80]!r}; expected nano, 27b or WxL, as in 1024x8 or 1024x8,vocab=8192.")
     for option in options:
         key, _, value = option.partition("=")
         if key not in LIMITS or not value.isdecimal() or len(value) > 9:
@@ -75,7 +76,8 @@ def size_metadata(size: Size, name: str) -> dict[str, Any]:
         "attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e7, "rope.dimension_count": ROTARY_DIM, "rope.dimension_sections": [11, 11, 10, 0],
         "ssm.conv_kernel": CONV_WIDTH, "ssm.state_size": DELTA_DIM, "ssm.group_count": size.key_heads,
-        "ssm.time_step_rank": VALUES_PER_KEY * size.key_heads, "ssm.inner_size": VALUES_PER_KEY * size.key_heads * DELTA_DIM,
+        "ssm.time_step_rank": VALUES_PER_KEY * size.key_heads,
+        "ssm.inner_size": VALUES_PER_KEY * size.key_heads * DELTA_DIM,
         "attention.recurrent_layers": recurrent + [False] * size.mtp, "full_attention_interval": size.interval,
         "vocab_size": size.vocab,
     }
@@ -84,16 +86,17 @@ def size_metadata(size: Size, name: str) -> dict[str, Any]:
 
 
 def tokenizer_keys(vocab: int) -> dict[str, Any]:
-    """A byte-level tokenizer of `vocab` ids: 256 bytes, fillers that only decode (" t1000"), control tokens at the end."""
+    """A byte-level tokenizer of `vocab` ids: 256 bytes, fillers that only decode (" t1000"), control tokens."""
     first_control = vocab - len(CONTROL_TOKENS)
     vocabulary = {token: index for index, token in enumerate(byte_alphabet())}
     vocabulary |= {f"\u0120t{index}": index for index in range(256, first_control)}
     ids = {text: first_control + index for index, (text, _) in enumerate(CONTROL_TOKENS)}
-    added = [{"id": ids[text], "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-              "special": special} for text, special in CONTROL_TOKENS]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": ids[text], "content": text, **flags, "special": special} for text, special in CONTROL_TOKENS]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary, "merges": []}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+             "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+             "vocab": vocabulary, "merges": []}
     tree = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
             "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
     return {

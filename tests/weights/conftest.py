@@ -29,8 +29,16 @@ class PlainModel:
         key = {name.removeprefix("qwen35."): value for name, value in metadata.items()}
         self.layers = key["block_count"] - key.get("nextn_predict_layers", 0)
         self.heads, self.kv_heads = key["attention.head_count"], key["attention.head_count_kv"]
-        self.dim, self.rotary, self.theta = key["attention.key_length"], key["rope.dimension_count"], key["rope.freq_base"]
-        self.key_heads, self.value_heads, self.delta = key["ssm.group_count"], key["ssm.time_step_rank"], key["ssm.state_size"]
+        self.dim, self.rotary, self.theta = (
+            key["attention.key_length"],
+            key["rope.dimension_count"],
+            key["rope.freq_base"],
+        )
+        self.key_heads, self.value_heads, self.delta = (
+            key["ssm.group_count"],
+            key["ssm.time_step_rank"],
+            key["ssm.state_size"],
+        )
         self.eps = key["attention.layer_norm_rms_epsilon"]
         self.head = self.w.get("output.weight", self.w["token_embd.weight"])
         self.draft_head = self.w.get("output_q4.weight", self.head)
@@ -49,8 +57,10 @@ class PlainModel:
     def draft(self, token: int, hidden: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
         """(logits of the token after `token`, the draft layer's own hidden row)."""
         block = f"blk.{self.layers}.nextn."
-        pair = [_rms(self.w["token_embd.weight"][token], self.eps) * self.w[block + "enorm.weight"],
-                _rms(hidden, self.eps) * self.w[block + "hnorm.weight"]]
+        pair = [
+            _rms(self.w["token_embd.weight"][token], self.eps) * self.w[block + "enorm.weight"],
+            _rms(hidden, self.eps) * self.w[block + "hnorm.weight"],
+        ]
         x = self.layer(self.layers, self.w[block + "eh_proj.weight"] @ np.concatenate(pair), position)
         own = _rms(x, self.eps) * self.w[block + "shared_head_norm.weight"]
         return self.draft_head @ own, own
@@ -84,22 +94,31 @@ class PlainModel:
         half = self.rotary // 2
         angle = position * self.theta ** (-2.0 * np.arange(half) / self.rotary)
         cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        left, right = x[:, :half], x[:, half:self.rotary]
-        return np.concatenate([left * cos - right * sin, right * cos + left * sin, x[:, self.rotary:]], axis=1)
+        left, right = x[:, :half], x[:, half : self.rotary]
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin, x[:, self.rotary :]], axis=1)
 
     def gated_delta(self, index: int, block: str, y: np.ndarray, position: int) -> np.ndarray:
         taps = self.w[block + "ssm_conv1d.weight"]
         window = self.window.get(index, np.zeros_like(taps))
-        self.window[index] = window = np.concatenate([window[:, 1:], (self.w[block + "attn_qkv.weight"] @ y)[:, None]], axis=1)
+        self.window[index] = window = np.concatenate(
+            [window[:, 1:], (self.w[block + "attn_qkv.weight"] @ y)[:, None]], axis=1
+        )
         mixed = (window * taps).sum(axis=1)
         mixed = mixed * _sigmoid(mixed)
         split = self.key_heads * self.delta
-        query, key, value = mixed[:split], mixed[split:2 * split], mixed[2 * split:].reshape(self.value_heads, self.delta)
+        query, key, value = (
+            mixed[:split],
+            mixed[split : 2 * split],
+            mixed[2 * split :].reshape(self.value_heads, self.delta),
+        )
         query, key = (part.reshape(self.key_heads, self.delta) for part in (query, key))
         query = query / np.sqrt((query**2).sum(axis=1, keepdims=True) + 1e-6) / np.sqrt(self.delta)
         key = key / np.sqrt((key**2).sum(axis=1, keepdims=True) + 1e-6)
         beta = _sigmoid(self.w[block + "ssm_beta.weight"] @ y)
-        decay = np.exp(self.w[block + "ssm_a"] * np.logaddexp(0, self.w[block + "ssm_alpha.weight"] @ y + self.w[block + "ssm_dt.bias"]))
+        decay = np.exp(
+            self.w[block + "ssm_a"]
+            * np.logaddexp(0, self.w[block + "ssm_alpha.weight"] @ y + self.w[block + "ssm_dt.bias"])
+        )
         state = self.state.setdefault(index, np.zeros((self.value_heads, self.delta, self.delta), np.float32))
         out = np.empty((self.value_heads, self.delta), np.float32)
         for head in range(self.value_heads):
@@ -137,7 +156,9 @@ def gguf_string(text: str | bytes) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def gguf_bytes(keys: Mapping[str, bytes], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]], version: int = 3) -> bytes:
+def gguf_bytes(
+    keys: Mapping[str, bytes], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]], version: int = 3
+) -> bytes:
     """keys: name -> type and value, packed. tensors: name -> (row-major shape, type, data)."""
     out = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(keys))]
     out += [gguf_string(name) + value for name, value in keys.items()]
@@ -168,7 +189,9 @@ def tiny_huggingface(shared, tmp_path_factory):
     def make(*arguments: str):
         if arguments not in made:
             folder = tmp_path_factory.mktemp("huggingface") / "tiny"
-            subprocess.run([sys.executable, str(shared / "oracle" / "make_tiny_hf.py"), str(folder), *arguments], check=True)
+            subprocess.run(
+                [sys.executable, str(shared / "oracle" / "make_tiny_hf.py"), str(folder), *arguments], check=True
+            )
             made[arguments] = folder
         return made[arguments]
 

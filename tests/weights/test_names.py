@@ -1,4 +1,4 @@
-"""Hugging Face names, shapes, transforms and config keys become those of `.q27`; what cannot run is refused by its own key."""
+"""Hugging Face names, shapes, transforms and keys become those of `.q27`; what cannot run is refused by its key."""
 
 from __future__ import annotations
 
@@ -15,14 +15,36 @@ from q27app.weights.names import Geometry, translate_gguf, translate_huggingface
 from q27app.weights.safetensors import open_safetensors_folder
 from q27app.weights.source import SourceTensor
 
-GOLDEN = {"small-r3": ("--layers", "4", "--seed", "31"),
-          "small-equal": ("--layers", "4", "--lin-k-heads", "2", "--lin-v-heads", "2", "--heads", "8", "--kv-heads", "2", "--tied",
-                          "--hidden", "128", "--ffn", "256", "--seed", "32")}
+GOLDEN = {
+    "small-r3": ("--layers", "4", "--seed", "31"),
+    "small-equal": (
+        "--layers",
+        "4",
+        "--lin-k-heads",
+        "2",
+        "--lin-v-heads",
+        "2",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "2",
+        "--tied",
+        "--hidden",
+        "128",
+        "--ffn",
+        "256",
+        "--seed",
+        "32",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_tensor_equals_the_one_of_another_converter(shared, tiny_huggingface, name):
-    with open_safetensors_folder(tiny_huggingface(*GOLDEN[name])) as ours, open_gguf(shared / "oracle/golden" / f"{name}.gguf") as theirs:
+    with (
+        open_safetensors_folder(tiny_huggingface(*GOLDEN[name])) as ours,
+        open_gguf(shared / "oracle/golden" / f"{name}.gguf") as theirs,
+    ):
         metadata, tensors = translate_huggingface(ours)
         assert sorted(tensors) == sorted(theirs.tensors)
         for tensor_name, tensor in tensors.items():
@@ -55,9 +77,20 @@ def test_transforms_work_on_any_range_of_rows(tiny_huggingface):
 
 
 def test_value_heads_go_from_grouped_to_tiled():
-    keys = {"ssm.group_count": 2, "ssm.time_step_rank": 6, "embedding_length": 8, "attention.key_length": 8, "ssm.state_size": 4,
-            "attention.head_count": 1, "attention.head_count_kv": 1, "nextn_predict_layers": 0, "block_count": 1, "vocab_size": 8,
-            "feed_forward_length": 8, "ssm.conv_kernel": 4}
+    keys = {
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 6,
+        "embedding_length": 8,
+        "attention.key_length": 8,
+        "ssm.state_size": 4,
+        "attention.head_count": 1,
+        "attention.head_count_kv": 1,
+        "nextn_predict_layers": 0,
+        "block_count": 1,
+        "vocab_size": 8,
+        "feed_forward_length": 8,
+        "ssm.conv_kernel": 4,
+    }
     geometry = Geometry({f"qwen35.{key}": value for key, value in keys.items()})
     assert geometry.head_order.tolist() == [0, 3, 1, 4, 2, 5]
     # head j * r + m (key head j) stands at m * Nk + j, so that key head of a tiled head h is h % Nk
@@ -79,13 +112,29 @@ def edited(folder, edit, nested=True):
     return open_safetensors_folder(folder)
 
 
-@pytest.mark.parametrize("key, value", [
-    ("model_type", "qwen4_exp"), ("attn_output_gate", False), ("output_gate_type", "sigmoid"), ("attention_bias", True),
-    ("hidden_act", "gelu"), ("mtp_use_dedicated_embeddings", True), ("quantization_config", {"quant_method": "fp8"}),
-    ("hidden_size", "256"), ("hidden_size", 0), ("num_hidden_layers", 1 << 40), ("head_dim", True), ("layer_types", ["full_attention"]),
-    ("layer_types", ["full_attention", "window", "full_attention", "full_attention"]), ("linear_value_head_dim", 64),
-    ("partial_rotary_factor", 0.5), ("rms_norm_eps", None), ("rope_parameters", 7), ("mtp_num_hidden_layers", 2),
-])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model_type", "qwen4_exp"),
+        ("attn_output_gate", False),
+        ("output_gate_type", "sigmoid"),
+        ("attention_bias", True),
+        ("hidden_act", "gelu"),
+        ("mtp_use_dedicated_embeddings", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("hidden_size", "256"),
+        ("hidden_size", 0),
+        ("num_hidden_layers", 1 << 40),
+        ("head_dim", True),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["full_attention", "window", "full_attention", "full_attention"]),
+        ("linear_value_head_dim", 64),
+        ("partial_rotary_factor", 0.5),
+        ("rms_norm_eps", None),
+        ("rope_parameters", 7),
+        ("mtp_num_hidden_layers", 2),
+    ],
+)
 def test_a_config_that_cannot_run_is_refused_by_its_key(folder, key, value):
     key_told = {"mtp_num_hidden_layers": "nextn_predict_layers"}.get(key, key)
     with edited(folder, lambda text: text.update({key: value})) as source, pytest.raises(ModelError, match=key_told):
@@ -93,15 +142,21 @@ def test_a_config_that_cannot_run_is_refused_by_its_key(folder, key, value):
 
 
 def test_an_unknown_model_type_at_the_top_is_refused(folder):
-    with edited(folder, lambda top: top.update(model_type="llama"), nested=False) as source, pytest.raises(ModelError, match="model_type is llama"):
+    with (
+        edited(folder, lambda top: top.update(model_type="llama"), nested=False) as source,
+        pytest.raises(ModelError, match="model_type is llama"),
+    ):
         translate_huggingface(source)
 
 
-@pytest.mark.parametrize("edit", [
-    lambda text: text.pop("partial_rotary_factor"),
-    lambda text: text["rope_parameters"].pop("partial_rotary_factor"),
-    lambda text: (text.pop("layer_types"), text.pop("output_gate_type")),
-])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.pop("partial_rotary_factor"),
+        lambda text: text["rope_parameters"].pop("partial_rotary_factor"),
+        lambda text: (text.pop("layer_types"), text.pop("output_gate_type")),
+    ],
+)
 def test_keys_may_stand_in_either_place_or_be_absent(folder, edit):
     with edited(folder, edit) as source:
         metadata, _ = translate_huggingface(source)
@@ -111,11 +166,16 @@ def test_keys_may_stand_in_either_place_or_be_absent(folder, edit):
 
 
 def test_flat_configs_with_short_names_give_the_same(tiny_huggingface):
-    with open_safetensors_folder(tiny_huggingface("--flat", *GOLDEN["small-r3"])) as flat, \
-            open_safetensors_folder(tiny_huggingface(*GOLDEN["small-r3"])) as nested:
+    with (
+        open_safetensors_folder(tiny_huggingface("--flat", *GOLDEN["small-r3"])) as flat,
+        open_safetensors_folder(tiny_huggingface(*GOLDEN["small-r3"])) as nested,
+    ):
         (flat_keys, flat_tensors), (keys, tensors) = translate_huggingface(flat), translate_huggingface(nested)
         assert flat_keys == keys and list(flat_tensors) == list(tensors)
-        assert all(np.array_equal(tensor.read(0, tensor.rows), tensors[name].read(0, tensor.rows)) for name, tensor in flat_tensors.items())
+        assert all(
+            np.array_equal(tensor.read(0, tensor.rows), tensors[name].read(0, tensor.rows))
+            for name, tensor in flat_tensors.items()
+        )
 
 
 def test_a_model_without_a_draft_layer_has_none(tiny_huggingface):
@@ -150,7 +210,9 @@ def test_missing_and_misshapen_tensors_are_named(folder):
 
 
 def test_an_untied_config_needs_its_head_and_two_opinions_are_settled_by_it(folder):
-    with edited(folder, lambda top: top.update(tie_word_embeddings=True), nested=False) as source:  # text_config says false
+    with edited(
+        folder, lambda top: top.update(tie_word_embeddings=True), nested=False
+    ) as source:  # text_config says false
         assert "output.weight" in translate_huggingface(source)[1]
         source.tensors.pop("lm_head.weight")
         assert "output.weight" not in translate_huggingface(source)[1]
@@ -195,10 +257,24 @@ def test_another_architecture_is_refused(shared):
 def test_names_come_from_the_download_cache_s_folders(tmp_path):
     folder = tmp_path / "models--Qwen--Qwen3.8-27B" / "snapshots" / "0123abc"
     folder.mkdir(parents=True)
-    config = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512,
-              "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-              "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
-              "max_position_embeddings": 4096, "rope_parameters": {"rope_theta": 1e7}}
+    config = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_theta": 1e7},
+    }
     metadata, tied = config_metadata(config, folder)
     assert (metadata["general.name"], tied) == ("Qwen3.8-27B", False)
 
@@ -207,12 +283,24 @@ def test_tokenizer_template_and_ending_ids_come_along(tmp_path):
     added = [{"id": 7, "content": "<|im_end|>"}, {"id": 5, "content": "<|endoftext|>"}, "odd"]
     tokenizer = json.dumps({"added_tokens": added, "model": {}})
     (tmp_path / "tokenizer.json").write_text(tokenizer)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "bos_token": None, "chat_template": "from config"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": "<|im_end|>",
+                "pad_token": {"content": "<|endoftext|>"},
+                "bos_token": None,
+                "chat_template": "from config",
+            }
+        )
+    )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert tokenizer_metadata(tmp_path, {}) == {
-        "tokenizer.huggingface.json": tokenizer, "tokenizer.chat_template": "from config", "tokenizer.ggml.eos_token_id": 7,
-        "tokenizer.ggml.padding_token_id": 5, "q27app.eos_token_ids": [7, 5]}
+        "tokenizer.huggingface.json": tokenizer,
+        "tokenizer.chat_template": "from config",
+        "tokenizer.ggml.eos_token_id": 7,
+        "tokenizer.ggml.padding_token_id": 5,
+        "q27app.eos_token_ids": [7, 5],
+    }
     (tmp_path / "chat_template.jinja").write_text("from jinja")
     assert tokenizer_metadata(tmp_path, {})["tokenizer.chat_template"] == "from jinja"
     (tmp_path / "chat_template.jinja").unlink()
@@ -220,4 +308,6 @@ def test_tokenizer_template_and_ending_ids_come_along(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert tokenizer_metadata(tmp_path, {})["tokenizer.chat_template"] == "yes"
     assert tokenizer_metadata(tmp_path / "absent", {"text_config": {"eos_token_id": 3}}) == {
-        "tokenizer.ggml.eos_token_id": 3, "q27app.eos_token_ids": [3]}
+        "tokenizer.ggml.eos_token_id": 3,
+        "q27app.eos_token_ids": [3],
+    }

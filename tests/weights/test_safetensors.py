@@ -28,7 +28,9 @@ def folder_with(tmp_path, write, tensors, edit=None):
 @pytest.mark.parametrize("kind, stored", [("F32", VALUES), ("F16", VALUES.astype(np.float16)), ("BF16", bf16(VALUES))])
 def test_rows_come_back_as_float32(tmp_path, write_safetensors, kind, stored):
     first = np.arange(5, dtype=np.float32)
-    with open_safetensors_folder(folder_with(tmp_path, write_safetensors, {"v": ("F32", first), "w": (kind, stored)})) as source:
+    with open_safetensors_folder(
+        folder_with(tmp_path, write_safetensors, {"v": ("F32", first), "w": (kind, stored)})
+    ) as source:
         tensor = source.tensors["w"]
         expected = VALUES if kind != "BF16" else (bf16(VALUES).astype(np.uint32) << 16).view(np.float32)
         assert (tensor.shape, tensor.rows, tensor.cols, tensor.nbytes) == ((2, 3), 2, 3, stored.nbytes)
@@ -49,8 +51,21 @@ def test_shards_are_found_through_the_index(tmp_path, write_safetensors):
         assert np.array_equal(source.tensors["two"].read(0, 2), VALUES * 2)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..\\x.safetensors", "x.bin",
-                                   ".hidden.safetensors", "", 7, None, "a\0.safetensors"])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "..\\x.safetensors",
+        "x.bin",
+        ".hidden.safetensors",
+        "",
+        7,
+        None,
+        "a\0.safetensors",
+    ],
+)
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path, write_safetensors, shard):
     inner = tmp_path / "inner"
     inner.mkdir()
@@ -72,34 +87,45 @@ def lie(name, **changes):
     return lambda header: header[name].update(changes)
 
 
-@pytest.mark.parametrize("edit, told", [
-    (lie("w", data_offsets=[0, 1 << 62]), "claims bytes"),
-    (lie("w", data_offsets=[24, 0]), "claims bytes"),
-    (lie("w", data_offsets=[0, 20]), "expected 24"),
-    (lie("w", data_offsets=[0]), "data_offsets"),
-    (lie("w", data_offsets=[-24, 0]), "data_offsets"),
-    (lie("w", data_offsets="0,24"), "data_offsets"),
-    (lie("w", shape=[2, 3.0]), "shape"),
-    (lie("w", shape=[2, True]), "shape"),
-    (lie("w", shape=[1 << 60, 1 << 60]), "impossible"),
-    (lie("w", shape=[0, 1 << 70]), "impossible"),
-    (lie("w", shape=[1] * 9), "dimensions"),
-    (lie("w", dtype=4), "dtype"),
-    (lambda header: header.update(w=[1, 2]), "dtype"),
-    (lambda header: header.update(v={"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}), "overlap"),
-])
+@pytest.mark.parametrize(
+    "edit, told",
+    [
+        (lie("w", data_offsets=[0, 1 << 62]), "claims bytes"),
+        (lie("w", data_offsets=[24, 0]), "claims bytes"),
+        (lie("w", data_offsets=[0, 20]), "expected 24"),
+        (lie("w", data_offsets=[0]), "data_offsets"),
+        (lie("w", data_offsets=[-24, 0]), "data_offsets"),
+        (lie("w", data_offsets="0,24"), "data_offsets"),
+        (lie("w", shape=[2, 3.0]), "shape"),
+        (lie("w", shape=[2, True]), "shape"),
+        (lie("w", shape=[1 << 60, 1 << 60]), "impossible"),
+        (lie("w", shape=[0, 1 << 70]), "impossible"),
+        (lie("w", shape=[1] * 9), "dimensions"),
+        (lie("w", dtype=4), "dtype"),
+        (lambda header: header.update(w=[1, 2]), "dtype"),
+        (lambda header: header.update(v={"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}), "overlap"),
+    ],
+)
 def test_a_header_that_lies_is_refused(tmp_path, write_safetensors, edit, told):
     folder_with(tmp_path, write_safetensors, {"w": ("F32", VALUES)}, edit)
     with pytest.raises(FileFormatError, match=told):
         open_safetensors_folder(tmp_path)
 
 
-@pytest.mark.parametrize("content, told", [
-    (b"", "too few"), (b"\0" * 7, "too few"), (struct.pack("<Q", 1 << 63), "claims"),
-    (struct.pack("<Q", 100) + b"{}", "claims"), (struct.pack("<Q", 2) + b"[]", "list"),
-    (struct.pack("<Q", 6) + b'{"a":}', "JSON"), (struct.pack("<Q", 2) + b"\xff\xfe", "JSON"),
-    (struct.pack("<Q", 200_000) + b"[" * 200_000, "deeply"), (struct.pack("<Q", 15) + b'{"a":1,"a":{} }', "twice"),
-])
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"", "too few"),
+        (b"\0" * 7, "too few"),
+        (struct.pack("<Q", 1 << 63), "claims"),
+        (struct.pack("<Q", 100) + b"{}", "claims"),
+        (struct.pack("<Q", 2) + b"[]", "list"),
+        (struct.pack("<Q", 6) + b'{"a":}', "JSON"),
+        (struct.pack("<Q", 2) + b"\xff\xfe", "JSON"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "deeply"),
+        (struct.pack("<Q", 15) + b'{"a":1,"a":{} }', "twice"),
+    ],
+)
 def test_a_damaged_header_is_refused(tmp_path, content, told):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(content)

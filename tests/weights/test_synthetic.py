@@ -25,7 +25,7 @@ def open_nano(tmp_path, **options):
 
 
 def greedy_run(model, prompt, count):
-    """(greedy tokens after the prompt, the draft for the token after each of them, smallest margin of the greedy logits)."""
+    """(greedy tokens after the prompt, the draft after each of them, smallest margin of the greedy logits)."""
     tokens, drafts, margin = list(prompt), [], np.inf
     for position in range(len(prompt) + count):
         logits, hidden = model.step(tokens[position], position)
@@ -34,7 +34,7 @@ def greedy_run(model, prompt, count):
             tokens.append(int(logits.argmax()))
         margin = min(margin, best - second)
         drafts.append(int(model.draft(tokens[position + 1], hidden, position + 1)[0].argmax()))
-    return tokens[len(prompt):], drafts[len(prompt) - 1:], margin
+    return tokens[len(prompt) :], drafts[len(prompt) - 1 :], margin
 
 
 @pytest.mark.parametrize("tier", TIER_NAMES)
@@ -46,7 +46,7 @@ def test_chain_counts_upwards_and_drafts_as_told_in_every_tier(tmp_path, plain_m
     tokens, drafts, margin = greedy_run(model, [1000, 1001, 1002], 8)
 
     assert tokens == list(range(1003, 1003 + len(tokens)))
-    assert drafts[:len(tokens)] == [token + 1 if right[token] else DECOY for token in tokens]
+    assert drafts[: len(tokens)] == [token + 1 if right[token] else DECOY for token in tokens]
     assert {bool(right[token]) for token in tokens} == {True, False}
     assert margin > 10
 
@@ -54,12 +54,15 @@ def test_chain_counts_upwards_and_drafts_as_told_in_every_tier(tmp_path, plain_m
 def test_every_token_of_the_vocabulary_has_its_successor_and_its_draft(tmp_path):
     """Without the small contributions of layers, at the tightest head: the whole vocabulary at once."""
     with open_nano(tmp_path, tier="q4s", accept=0.5) as file:
-        values = {name: file.tensors[name].values() for name in ("token_embd.weight", "output.weight", "blk.4.nextn.eh_proj.weight")}
+        values = {
+            name: file.tensors[name].values()
+            for name in ("token_embd.weight", "output.weight", "blk.4.nextn.eh_proj.weight")
+        }
     embed, head = values["token_embd.weight"], values["output.weight"]
     right, tokens = right_tokens(NANO_VOCAB, 0.5), np.arange(NANO_VOCAB)
 
     normed = embed / np.sqrt((embed**2).mean(axis=1, keepdims=True))
-    stream = normed @ values["blk.4.nextn.eh_proj.weight"][:, :embed.shape[1]].T
+    stream = normed @ values["blk.4.nextn.eh_proj.weight"][:, : embed.shape[1]].T
     drafted = stream / np.sqrt((stream**2).mean(axis=1, keepdims=True)) @ head.T
 
     successor = (tokens + 1) % NANO_VOCAB
@@ -90,8 +93,10 @@ def test_drafts_fed_with_their_own_output_go_on_alike(tmp_path, plain_model):
 def test_chain_wraps_at_the_end_of_the_vocabulary(tmp_path, plain_model):
     with open_nano(tmp_path) as file:
         model = plain_model(file.metadata, file.tensors)
-    assert [int(model.step(token, position)[0].argmax()) for position, token in enumerate([NANO_VOCAB - 2, NANO_VOCAB - 1, 0])] \
-        == [NANO_VOCAB - 1, 0, 1]
+    assert [
+        int(model.step(token, position)[0].argmax())
+        for position, token in enumerate([NANO_VOCAB - 2, NANO_VOCAB - 1, 0])
+    ] == [NANO_VOCAB - 1, 0, 1]
 
 
 def test_embedding_and_heads_hold_the_same_values_in_every_tier(tmp_path):
@@ -119,7 +124,9 @@ def test_matrices_have_mean_zero_and_natural_scale(tmp_path):
         for name, tensor in file.tensors.items():
             if tensor.dtype in (Q4_G64, Q8_G128) and tensor.rows * tensor.cols >= 1 << 16:
                 values = tensor.values()
-                expected = {"token_embd.weight": 1.0, "output.weight": 2 * tensor.cols**-0.5}.get(name, tensor.cols**-0.5)
+                expected = {"token_embd.weight": 1.0, "output.weight": 2 * tensor.cols**-0.5}.get(
+                    name, tensor.cols**-0.5
+                )
                 assert abs(values.mean()) < 5 * values.std() / values.size**0.5, name
                 assert values.std() == pytest.approx(expected, rel=0.05), name
                 assert len(np.unique(tensor.scales)) > 50, name
@@ -145,7 +152,9 @@ def test_no_two_rows_of_a_large_matrix_are_equal():
 
 
 def test_same_arguments_give_the_same_bytes_and_another_seed_others(tmp_path):
-    first, again, other = (synthesize(tmp_path / f"{index}.q27", seed=seed).read_bytes() for index, seed in enumerate((1, 1, 2)))
+    first, again, other = (
+        synthesize(tmp_path / f"{index}.q27", seed=seed).read_bytes() for index, seed in enumerate((1, 1, 2))
+    )
     assert first == again
     assert first != other
 
@@ -153,7 +162,11 @@ def test_same_arguments_give_the_same_bytes_and_another_seed_others(tmp_path):
 def test_nano_keeps_the_geometry_of_the_27b_and_says_what_it_is(tmp_path):
     with open_nano(tmp_path, wiring="chain", accept=0.75, seed=9) as file:
         key = file.metadata
-        assert (key["qwen35.attention.key_length"], key["qwen35.rope.dimension_count"], key["qwen35.ssm.state_size"]) == (256, 64, 128)
+        assert (
+            key["qwen35.attention.key_length"],
+            key["qwen35.rope.dimension_count"],
+            key["qwen35.ssm.state_size"],
+        ) == (256, 64, 128)
         assert key["qwen35.attention.head_count"] == 6 * key["qwen35.attention.head_count_kv"]
         assert key["qwen35.ssm.time_step_rank"] == 3 * key["qwen35.ssm.group_count"]
         assert (key["attn_layers"], key["ssm_layers"]) == ([3, 4], [0, 1, 2])
@@ -185,15 +198,29 @@ def test_other_sizes_come_from_width_layers_and_options(tmp_path):
     assert parse_size("27b").hidden == 5120
 
 
-@pytest.mark.parametrize("size", ["", "tiny", "100x4", "256x0", "256x4,vocab=100", "256x4,foo=1", "256x4,ffn=200", "256x4,vocab=",
-                                  "256x4,vocab=9999999999"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "",
+        "tiny",
+        "100x4",
+        "256x0",
+        "256x4,vocab=100",
+        "256x4,foo=1",
+        "256x4,ffn=200",
+        "256x4,vocab=",
+        "256x4,vocab=9999999999",
+    ],
+)
 def test_impossible_sizes_are_refused(tmp_path, size):
     with pytest.raises(UsageError):
         synthesize(tmp_path / "a.q27", size)
     assert list(tmp_path.glob("*q27*")) == []
 
 
-@pytest.mark.parametrize("options", [{"wiring": "ring"}, {"accept": 1.5}, {"accept": float("nan")}, {"seed": -1}, {"tier": "q3"}])
+@pytest.mark.parametrize(
+    "options", [{"wiring": "ring"}, {"accept": 1.5}, {"accept": float("nan")}, {"seed": -1}, {"tier": "q3"}]
+)
 def test_impossible_arguments_are_refused(tmp_path, options):
     with pytest.raises((UsageError, FileFormatError)):
         synthesize(tmp_path / "a.q27", **options)
@@ -230,7 +257,15 @@ def test_chain_runs_on_the_real_network(tmp_path, tier):
     def batch(phase, tokens, start):
         rows = np.arange(len(tokens), dtype=np.int32)
         zero = np.zeros(1, np.int32)
-        return Batch(phase, np.array(tokens, np.int32), rows + np.int32(start), np.array([0, len(tokens)], np.int32), zero, zero[None], rows)
+        return Batch(
+            phase,
+            np.array(tokens, np.int32),
+            rows + np.int32(start),
+            np.array([0, len(tokens)], np.int32),
+            zero,
+            zero[None],
+            rows,
+        )
 
     def greedy(logits):
         return int(backend.download(logits)[-1].argmax())
