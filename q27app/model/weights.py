@@ -83,15 +83,17 @@ class ModelWeights:
     def nbytes(self) -> int:
         """Bytes on the backend, shared weights counted once."""
         seen: dict[int, int] = {}
-        _collect(self, seen)
+        for name in self.__dataclass_fields__:
+            _collect(getattr(self, name), seen)
         return sum(seen.values())
 
 
 def _collect(value: object, seen: dict[int, int]) -> None:
+    """Every backend weight below value, once: id -> bytes. The dataclasses of this file are the inner nodes."""
     if isinstance(value, tuple):
         for item in value:
             _collect(item, seen)
-    elif hasattr(value, "__dataclass_fields__") and not hasattr(value, "nbytes") or isinstance(value, ModelWeights):
+    elif isinstance(value, (FeedForward, AttentionLayer, DeltaLayer, MtpLayer)):
         for name in value.__dataclass_fields__:
             _collect(getattr(value, name), seen)
     elif hasattr(value, "nbytes"):

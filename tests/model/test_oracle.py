@@ -97,3 +97,12 @@ def test_chunked_prefill_and_steps_agree(case):
     steps = np.concatenate([run.feed([token], phase="decode") for token in tokens[:40]])
     error = np.sqrt(((steps - whole[:40]) ** 2).mean() / (whole[:40] ** 2).mean())
     assert error < 1e-5
+
+
+def test_bytes_on_the_backend_count_shared_weights_once(case):
+    _, path = case
+    weights = Run(path).model.weights
+    parts = [weights.embed, weights.final_norm, weights.head, weights.draft_head]
+    shared_once = {id(part): part.nbytes for part in parts}
+    assert weights.nbytes > sum(shared_once.values())
+    assert weights.nbytes < 4 * sum(tensor.values().size for tensor in Run(path).container.tensors.values()) * 1.01
