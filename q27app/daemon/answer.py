@@ -59,7 +59,7 @@ class Translation:
             text = self._detokenizer.push([token])
             if text:
                 deltas += self._with_logprobs(self._parser.feed(text))
-        return merged(deltas)
+        return deltas
 
     def finish(self, event: TokenEvent, num_prompt: int) -> list[Delta]:
         """The last deltas, "finish" at the end. Raises the event's error, or Q27Error if a forced call is missing.
@@ -83,7 +83,7 @@ class Translation:
             usage=usage,
             stats=event.stats,
         )
-        return [*merged(deltas), last]
+        return [*deltas, last]
 
     def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
         """Gives the waiting log probabilities to the first piece of text."""
@@ -105,23 +105,30 @@ class Translation:
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbours of one kind joined: one wake-up makes one write."""
     result: list[Delta] = []
+    group: list[Delta] = []
     for delta in deltas:
-        last = result[-1] if result else None
-        is_same = (
-            last is not None
-            and last.kind == delta.kind
-            and (delta.kind in ("text", "reasoning") or delta.kind == "tool_args" and _same_call(last, delta))
-        )
-        if is_same:
-            assert last is not None
-            result[-1] = replace(last, text=last.text + delta.text, logprobs=last.logprobs + delta.logprobs)
-        else:
-            result.append(delta)
+        if group and not _is_same_stretch(group[0], delta):
+            result.append(_joined(group))
+            group = []
+        group.append(delta)
+    if group:
+        result.append(_joined(group))
     return result
 
 
-def _same_call(left: Delta, right: Delta) -> bool:
-    return left.call is not None and right.call is not None and left.call.id == right.call.id
+def _is_same_stretch(left: Delta, right: Delta) -> bool:
+    if left.kind != right.kind or left.kind not in ("text", "reasoning", "tool_args"):
+        return False
+    if left.call is None or right.call is None:
+        return left.kind != "tool_args"
+    return left.call.id == right.call.id
+
+
+def _joined(group: list[Delta]) -> Delta:
+    if len(group) == 1:
+        return group[0]
+    logprobs = tuple(entry for delta in group for entry in delta.logprobs)
+    return replace(group[0], text="".join(delta.text for delta in group), logprobs=logprobs)
 
 
 @dataclass
