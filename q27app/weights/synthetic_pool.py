@@ -65,7 +65,10 @@ class Pool:
         room = min(CHUNK_BYTES, entry.data_bytes)
         if entry.dtype in (F16, F32):
             width = 2 if entry.dtype is F16 else 4
-            values = (self._unit * np.float32(std)).astype(np.float16 if width == 2 else np.float32)
+            unit = self._unit
+            if entry.rows * entry.cols <= PERIOD - place:  # a small tensor takes its window alone
+                unit, place = unit[place:place + entry.rows * entry.cols], 0
+            values = (unit * np.float32(std)).astype(np.float16 if width == 2 else np.float32)
             return PoolTensor(entry, Stream(values, room), place * width, None, 0)
         base = np.float32(std / self._code_rms[entry.dtype])
         groups = scales_per_row(entry.dtype, entry.cols)
@@ -103,11 +106,9 @@ def chunk_rows(dtype: DType, cols: int) -> int:
 
 
 def _balanced(random: np.random.Generator, top: int) -> np.ndarray:
-    """int8 [PERIOD]: every code as often as its negative, in random order."""
+    """int8 [PERIOD]: every code as often as its negative, which stands in the mirror's place."""
     half = random.integers(-top, top + 1, PERIOD // 2, dtype=np.int8)
-    codes = np.concatenate([half, -half, np.zeros(1, np.int8)])
-    random.shuffle(codes)
-    return codes
+    return np.concatenate([half, np.zeros(1, np.int8), -half[::-1]])
 
 
 def _rms(codes: np.ndarray) -> float:
