@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -37,7 +38,7 @@ ANSWER_RESERVE = 16
 CROWD = 16
 PACE_S = 0.001
 """With so many requests in flight, a stream gathers what comes within PACE_S for each of them before it is written:
-the loop makes at most 1 / PACE_S writes a second, and whoever is new gets a first byte in time."""
+the loop makes about 1 / PACE_S writes a second, spread out, and whoever is new gets a first byte in time."""
 
 
 def wants_thinking(chat: ChatRequest, config: Config) -> tuple[bool, str | None]:
@@ -203,6 +204,7 @@ async def open_generation(
     inbox = Inbox(on_overflow=lambda: daemon.cancel(record))
     daemon.engine.submit(request, inbox.deliver)
     record.phase = "queued"
+    daemon.hub.publish("request_started", id=record.id, api=record.dialect, num_prompt=record.num_prompt)
     try:
         yield _deltas(daemon, translation, inbox, record)
     finally:
@@ -218,7 +220,7 @@ async def _deltas(
     while not record.has_ended:
         events = await inbox.take(spoke_at + interval - time.monotonic())
         if record.phase == "decode" and len(daemon.active) >= CROWD:
-            await asyncio.sleep(len(daemon.active) * PACE_S)
+            await asyncio.sleep(len(daemon.active) * PACE_S * random.uniform(0.5, 1.5))
             events += await inbox.take(0)
         if inbox.has_overflowed:
             raise Q27Error("the client reads too slowly: the answer is too far ahead of it.")

@@ -14,7 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from q27app.errors import EXIT_ENGINE_DIED, EXIT_OK, AddressInUse, EngineDied, FileFormatError, Q27Error
@@ -135,6 +136,27 @@ class Notifier:
                 log.warning("the supervisor's socket cannot be reached: %s", error)
 
 
+@asynccontextmanager
+async def hosting(
+    engine: Engine, tokenizer: Tokenizer, template: Template, config: Config
+) -> AsyncIterator[tuple[str, web.Application]]:
+    """(base URL, app) of a daemon on the running loop, the engine started. Leaving it stops both, without draining.
+
+    Raises AddressInUse before the engine is started.
+    """
+    from q27app.daemon.app import make_app, make_runner
+
+    runner = make_runner(make_app(engine, tokenizer, template, config))
+    await runner.setup()
+    try:
+        address = await listen(runner, config)
+        engine.start()
+        yield address, runner.app
+    finally:
+        await runner.cleanup()
+        await asyncio.get_running_loop().run_in_executor(None, engine.close)
+
+
 async def run(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -147,24 +169,17 @@ async def run(
 
     Raises AddressInUse, or the error for which the engine could not load the model.
     """
-    from q27app.daemon.app import make_app, make_runner
-
     notifier = notifier or Notifier()
-    runner = make_runner(make_app(engine, tokenizer, template, config))
-    await runner.setup()
     stop = _Signals()
     try:
-        address = await listen(runner, config)
-        stop.install()
-        engine.start()
-        (announce or _announce_in_log)(address)
-        code = await _until_stopped(engine, stop, notifier)
-        await _drain(runner.app, stop, config.server.drain_timeout_s, notifier)
-        return code
+        async with hosting(engine, tokenizer, template, config) as (address, app):
+            stop.install()
+            (announce or _announce_in_log)(address)
+            code = await _until_stopped(engine, stop, notifier)
+            await _drain(app, stop, config.server.drain_timeout_s, notifier)
+            return code
     finally:
         stop.remove()
-        await runner.cleanup()
-        await asyncio.get_running_loop().run_in_executor(None, engine.close)
 
 
 def _announce_in_log(address: str) -> None:

@@ -182,6 +182,7 @@ async def test_events_tell_of_requests_and_log_lines(start):
         await running.post("/v1/completions", {"prompt": "x"})
         async with asyncio.timeout(3):
             await task
+    assert [event["event"] for event in found if event["event"] != "log"] == ["request_started", "request"]
     request = next(event for event in found if event["event"] == "request")
     assert request["finish"] == "stop" and request["num_generated"] == 1
     assert [event["number"] for event in found] == sorted(event["number"] for event in found)

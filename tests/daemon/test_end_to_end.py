@@ -61,7 +61,9 @@ async def test_both_sdks_read_the_same_answer_streamed_and_whole(serving):
         usage = final.usage
         assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .* > 1023 maximum"):
-            await claude.messages.create(model="nano", max_tokens=1, messages=[{"role": "user", "content": "é" * 1100}])
+            await claude.messages.create(
+                model="nano", max_tokens=1, messages=[{"role": "user", "content": "é" * 1100}]
+            )
 
 
 async def test_a_client_that_leaves_frees_its_slot(serving):
