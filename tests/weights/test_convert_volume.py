@@ -17,7 +17,9 @@ import json, resource, sys
 from q27app.weights.convert import convert
 report = convert(*sys.argv[1:4])
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([used.ru_maxrss * 1024, report.num_weights, used.ru_utime + used.ru_stime]))
+# ru_maxrss begins at the parent's; VmHWM is this process's own peak
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(json.dumps([peak, report.num_weights, used.ru_utime + used.ru_stime]))
 """
 
 
