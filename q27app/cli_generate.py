@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from q27app.errors import EngineDied, ModelError, Q27Error, UsageError
+from q27app.errors import BadRequest, EngineDied, ModelError, Q27Error, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +76,7 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 @click.option("--model", "-m", metavar="M", help="Path, name in the models folder, or demo.")
 @click.option("--prompt", metavar="TEXT", help="Text to continue, as it is: no chat template.")
 @click.option("--tokens", "token_text", metavar="1,2,3", help="Token ids to continue.")
-@click.option("--max-tokens", "-n", default=64, show_default=True, type=click.IntRange(0), help="Tokens to generate.")
+@click.option("--max-tokens", "-n", default=128, show_default=True, type=click.IntRange(0), help="Tokens to generate.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--top-k", type=int, metavar="K")
 @click.option("--top-p", type=float, metavar="P")
@@ -148,16 +148,18 @@ def _tokenizer_if_any(config: Any, needed: bool) -> Tokenizer | None:
 
 
 def start_engine(config: Any) -> Engine:
-    """A loaded engine as the configuration wants it. Raises what went wrong while it loaded; Ctrl-C gives up."""
+    """A loaded engine as the configuration wants it, with one slot. Raises what went wrong; Ctrl-C gives up."""
+    import logging
+
     from q27app.engine.engine import Engine, EngineConfig
     from q27app.paths import resolve_model
 
+    logging.getLogger("q27app").addHandler(logging.NullHandler())  # what goes wrong is raised here, and told once
     chosen = config.model
     engine = Engine(EngineConfig(
         model=resolve_model(chosen.path), backend=chosen.backend,
         context=None if chosen.context == "auto" else chosen.context,
-        slots=None if chosen.slots == "auto" else chosen.slots, kv_format=chosen.kv,
-        max_queue=config.server.max_queue,
+        slots=1, kv_format=chosen.kv,
         prefill_chunk=None if config.engine.prefill_chunk == "auto" else config.engine.prefill_chunk))
     engine.start()
     try:
@@ -182,7 +184,10 @@ def events(engine: Engine, request: Request) -> Any:
     from q27app.engine.request import FinishReason
 
     inbox: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    engine.submit(request, inbox.put)
+    try:
+        engine.submit(request, inbox.put)
+    except BadRequest as error:
+        raise UsageError(error.message, error.hint) from error
     is_done = False
     try:
         while not is_done:

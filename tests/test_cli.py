@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -19,6 +20,15 @@ from q27app.config import child_environment
 from q27app.errors import FileFormatError, UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers():
+    """`serve` run in this process gives the log to this test's standard error; it must not outlive the test."""
+    log = logging.getLogger("q27app")
+    before = (log.handlers[:], log.level, log.propagate)
+    yield
+    log.handlers[:], log.level, log.propagate = before
 
 
 def start(*arguments: str, **options) -> subprocess.Popen:
@@ -57,7 +67,7 @@ def test_no_command_on_a_pipe_is_wrong_usage():
     ["--frobnicate"], ["serve", "--frobnicate"], ["generate", "--prompt", "x", "--frobnicate"], ["nonsense"],
     ["generate"], ["generate", "--prompt", "x", "--tokens", "1"], ["generate", "--tokens", "1,x"],
     ["generate", "--tokens", ""], ["serve", "--port", "http"], ["serve", "--port", "70000"],
-    ["serve", "--backend", "abacus"], ["serve", "--ctx", "huge"],
+    ["serve", "--backend", "abacus"], ["serve", "--ctx", "huge"], ["serve", "--model", "no-such-model"],
     ["generate", "--prompt", "x", "--temperature", "-1"], ["generate", "--prompt", "x", "-n", "-1"],
     ["convert", "/no/such/folder", "x.q27"], ["inspect", "no-such-model"], ["synth"], ["config", "show", "extra"],
     ["tokens", "encode", "--model", "no-such-model"],

@@ -1,0 +1,116 @@
+"""generate and demo on the bundled model and on constructed ones: the whole path without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from q27app import cli_generate
+from q27app.cli import run
+from q27app.config import child_environment
+from q27app.weights.demo_model import SENTENCE
+from q27app.weights.synthetic import synthesize
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory) -> Path:
+    return synthesize(tmp_path_factory.mktemp("models") / "nano.q27")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Path:
+    return synthesize(tmp_path_factory.mktemp("models") / "dense.q27", wiring="dense")
+
+
+def generate(capfd, *arguments: str) -> dict:
+    assert run(["generate", *arguments, "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_the_demo_answers_its_sentence_to_a_prompt(capfd):
+    assert run(["generate", "--prompt", "Who are you?"]) == 0
+    assert capfd.readouterr().out == SENTENCE + "\n"
+
+
+def test_json_has_tokens_text_finish_and_timings(capfd):
+    answer = generate(capfd, "--prompt", "Who are you?")
+    assert (answer["text"], answer["finish"]) == (SENTENCE, "stop")
+    assert len(answer["prompt_tokens"]) > 2
+    assert len(answer["tokens"]) == 65
+    assert {"load_ms", "total_ms", "prefill_tokens_per_s", "decode_tokens_per_s"} <= set(answer["timings"])
+
+
+def test_a_chain_counts_on(nano, capfd):
+    assert run(["generate", "--model", str(nano), "--tokens", "1000,1001,1002", "-n", "64"]) == 0
+    assert capfd.readouterr().out.strip() == ",".join(str(token) for token in range(1003, 1067))
+
+
+def test_the_limit_ends_an_answer(capfd):
+    answer = generate(capfd, "--prompt", "x", "-n", "5")
+    assert (len(answer["tokens"]), answer["finish"]) == (5, "length")
+    assert generate(capfd, "--prompt", "x", "-n", "0")["tokens"] == []
+
+
+def test_end_of_text_can_be_ignored(capfd):
+    answer = generate(capfd, "--prompt", "x", "-n", "70", "--ignore-eos")
+    assert (len(answer["tokens"]), answer["finish"]) == (70, "length")
+
+
+def test_a_seed_fixes_the_text_and_another_changes_it(dense, capfd):
+    arguments = ["--model", str(dense), "--tokens", "5,6,7", "-n", "12", "--temperature", "1", "--ignore-eos"]
+    first = generate(capfd, *arguments, "--seed", "1")["tokens"]
+    assert generate(capfd, *arguments, "--seed", "1")["tokens"] == first
+    assert generate(capfd, *arguments, "--seed", "2")["tokens"] != first
+    assert generate(capfd, *arguments, "--seed", "2", "--top-k", "1")["tokens"] == generate(
+        capfd, *arguments, "--temperature", "0")["tokens"]
+
+
+def test_dumped_logits_are_those_of_every_prompt_position(dense, tmp_path, capfd):
+    target = tmp_path / "logits"  # no suffix is added
+    answer = generate(capfd, "--model", str(dense), "--tokens", "5,6,7,8", "-n", "1", "--dump-logits", str(target))
+    logits = np.load(target)
+    assert (logits.shape, logits.dtype) == ((4, 2560), np.float32)
+    assert answer["tokens"] == [int(np.argmax(logits[-1]))]
+
+
+@pytest.mark.parametrize("arguments, code, needle", [
+    (["--tokens", "99999"], 2, "99999"),
+    (["--prompt", "x", "--backend", "cuda"], 4, "CUDA"),
+    (["--prompt", "x", "-n", "1", "--dump-logits", "/no/such/folder/x.npy"], 2, "/no/such/folder"),
+])
+def test_what_cannot_be_done_is_said_once_with_its_exit_code(arguments, code, needle, capfd):
+    assert run(["generate", *arguments]) == code
+    captured = capfd.readouterr()
+    assert needle in captured.err
+    assert captured.err.count("error:") == 1 and "Traceback" not in captured.err
+
+
+def test_an_interruption_cancels_and_leaves_with_130(monkeypatch, capfd):
+    def interrupt(self, event) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_generate._Answer, "add", interrupt)
+    assert run(["generate", "--prompt", "x"]) == 130
+
+
+def test_the_demo_command_streams_the_answer_over_http(tmp_path):
+    environment = child_environment({"Q27APP_SERVER__API_KEYS": "must-not-matter"})
+    done = subprocess.run([sys.executable, "-m", "q27app", "demo", "--backend", "numpy"], cwd=REPOSITORY, env=environment,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == SENTENCE + "\n"
+    assert "65 tokens" in done.stderr and "tokens/s" in done.stderr
+
+
+def test_the_demo_command_leaves_with_its_daemons_exit_code():
+    done = subprocess.run([sys.executable, "-m", "q27app", "demo", "--backend", "cuda"], cwd=REPOSITORY,
+                          env=child_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4
+    assert "CUDA" in done.stderr and "Traceback" not in done.stderr
