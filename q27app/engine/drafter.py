@@ -1,0 +1,23 @@
+"""Where drafts come from. A drafter guesses; whether a guess becomes text is decided by the verify pass alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from q27app.engine.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Called on the engine thread between two passes. What it keeps for a sequence hangs in `Sequence.draft_state`."""
+
+    needs_mtp: bool
+    """Passes shall write the draft layer's keys and values."""
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> Seq[Seq[int]]:
+        """Guesses at what follows each sequence's last token: at most limits[i] (>= 1) ids for sequences[i], [] for none.
+
+        All sequences of the coming pass that may take drafts are asked at once, so that a draft layer reads its weights
+        once for all of them.
+        """
+        ...

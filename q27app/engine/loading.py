@@ -1,0 +1,171 @@
+"""Opens what an engine runs: backend, weights, the memory plan, slots and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from q27app.engine.block_pool import BlockPool
+from q27app.engine.drafter import Drafter
+from q27app.engine.prefix_cache import PrefixCache
+from q27app.engine.runner import RunsBatches
+from q27app.engine.slot_pool import SlotPool
+from q27app.errors import UsageError
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
+
+if TYPE_CHECKING:
+    from q27app.model.budget import MemoryPlan
+    from q27app.model.config import ModelConfig
+    from q27app.weights.container import Container
+
+AUTO_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
+AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
+MAX_AUTO_SLOTS = 4
+MAX_PREFILL_CHUNK = 65_536
+
+Progress = Callable[[float], None]
+"""Called now and then with the share that is done, 0 to 1. What it raises ends the loading."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """model: path of a .q27. The others are wishes."""
+
+    model: str | Path = ""
+    backend: str = "auto"
+    """"numpy", "cuda"; auto: CUDA if there is an NVIDIA device, else NumPy."""
+    context: int | None = None
+    """Window of a request, tokens; None = as much as fits, at most what the model was trained for."""
+    slots: int | None = None
+    """Requests that run at once; None = as many as fit beside the window, at most 4."""
+    kv_format: str = "auto"
+    """How keys and values are kept; auto: fp32 on NumPy, fp16 on CUDA."""
+    max_queue: int = 64
+    """Requests that may wait beyond those that run."""
+    prefill_chunk: int | None = None
+    """Prompt tokens of one pass, a multiple of 64; None = 256 on NumPy, 1,024 on CUDA."""
+    checks_pools: bool = False
+    """Verify after every step that slots and blocks are held by exactly those who should (tests)."""
+
+
+class Plan(Protocol):
+    """What the engine needs of `model.budget.MemoryPlan`."""
+
+    num_slots: int
+    max_context: int
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class Loaded:
+    """A model that is ready to run, and everything that belongs to it. close(): gives all memory back."""
+
+    model: RunsBatches
+    state: State
+    plan: Plan
+    slots: SlotPool
+    blocks: BlockPool
+    vocab_size: int
+    prefill_chunk: int
+    drafter: Drafter | None = None
+    prefix_cache: PrefixCache | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
+
+
+OpenModel = Callable[[EngineConfig, Progress], Loaded]
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises UsageError for a value that cannot be used."""
+    chunk = config.prefill_chunk
+    if chunk is not None and not (0 < chunk <= MAX_PREFILL_CHUNK and chunk % BLOCK_POSITIONS == 0):
+        raise UsageError(f"prefill_chunk is {chunk}, expected a multiple of {BLOCK_POSITIONS} up to {MAX_PREFILL_CHUNK}.")
+    if config.max_queue < 0:
+        raise UsageError(f"max_queue is {config.max_queue}, expected 0 or more.")
+
+
+def open_model(config: EngineConfig, progress: Progress) -> Loaded:
+    """Read the file, refuse what does not fit before loading it, load it, allocate slots and blocks. Raises Q27Error."""
+    from q27app.kernels import open_backend
+    from q27app.model.config import ModelConfig
+    from q27app.weights.container import open_container
+
+    backend = open_backend(config.backend)
+    try:
+        with open_container(config.model) as container:
+            shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
+            geometry = ModelConfig.from_metadata(container.metadata, shapes)
+            return _load(config, backend, container, geometry, progress)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _load(
+    config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
+) -> Loaded:
+    from q27app.model.forward import load_model
+
+    chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
+    max_rows = max(chunk, MAX_DECODE_ROWS)
+    free = backend.free_bytes()
+    _plan(config, backend.name, geometry, free, _estimated_bytes(container, backend.name), max_rows)
+    model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
+                       lambda done, total: progress(done / max(1, total)))
+    plan = _plan(config, backend.name, geometry, free, model.weights.nbytes, max_rows)
+    state = model.allocate_state(plan.kv_format, plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
+    return Loaded(
+        model=model,
+        state=state,
+        plan=plan,
+        slots=SlotPool(plan.num_slots),
+        blocks=BlockPool(plan.num_blocks),
+        vocab_size=geometry.vocab_size,
+        prefill_chunk=chunk,
+        info=_info(config, backend.name, container, geometry, plan),
+        close=backend.close,
+    )
+
+
+def _plan(
+    config: EngineConfig, backend_name: str, geometry: ModelConfig, free: int, weights: int, max_rows: int
+) -> MemoryPlan:
+    from q27app.model.budget import plan_memory, scratch_bytes
+
+    kv_format = AUTO_KV_FORMAT[backend_name] if config.kv_format == "auto" else config.kv_format
+    return plan_memory(
+        geometry, free=free, weights=weights, scratch=scratch_bytes(geometry, max_rows, BLOCK_POSITIONS),
+        kv_format=kv_format, margin=free // 16, context=config.context, slots=config.slots, max_auto_slots=MAX_AUTO_SLOTS,
+    )
+
+
+def _estimated_bytes(container: Container, backend_name: str) -> int:
+    """What the weights will take: as they are in the file on a card, unquantised on NumPy."""
+    tensors = container.tensors.values()
+    if backend_name == "numpy":
+        return sum(4 * tensor.rows * tensor.cols for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _info(
+    config: EngineConfig, backend_name: str, container: Container, geometry: ModelConfig, plan: MemoryPlan
+) -> dict[str, Any]:
+    """Who is served, for /status. Values are short texts and numbers."""
+    metadata = container.metadata
+    return {
+        "name": geometry.name,
+        "file": Path(config.model).name,
+        "backend": backend_name,
+        "tier": str(metadata.get("q27app.tier", metadata.get("quant_policy", "")))[:100],
+        "generation": str(metadata.get("q27app.generation", ""))[:20],
+        "kv_format": plan.kv_format,
+        "num_layers": geometry.num_layers,
+        "hidden_size": geometry.hidden_size,
+        "vocab_size": geometry.vocab_size,
+        "num_mtp_layers": geometry.num_mtp_layers,
+    }

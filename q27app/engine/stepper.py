@@ -1,0 +1,130 @@
+"""One iteration of the engine on a loaded model: admit -> next pass -> run -> cut -> commit -> apply -> deliver.
+
+Owned by the engine thread. What a step raises:
+
+    Q27Error                              ends the requests of that pass: nothing else was touched by it
+    GpuError, EngineDied, anything else   is passed on, and ends the engine
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from q27app.engine.cut import Cut, cut_run
+from q27app.engine.loading import Loaded
+from q27app.engine.prefix_cache import Match
+from q27app.engine.request import FinishReason, TokenEvent
+from q27app.engine.runner import Runner
+from q27app.engine.scheduler import Scheduler, Work
+from q27app.engine.sequence import Sequence, Status
+from q27app.engine.status import Meter
+from q27app.errors import EngineDied, GpuError, Overloaded, Q27Error
+
+log = logging.getLogger("q27app.engine")
+
+
+class Stepper:
+    """forget(sequence): called before the final event of a request is handed out."""
+
+    def __init__(self, loaded: Loaded, meter: Meter, forget: Callable[[Sequence], None], checks_pools: bool) -> None:
+        needs_mtp = loaded.drafter is not None and loaded.drafter.needs_mtp
+        self._scheduler = Scheduler(loaded.slots, loaded.blocks, loaded.prefill_chunk, loaded.vocab_size,
+                                    loaded.drafter, loaded.prefix_cache)
+        self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp)
+        self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends it now; slot and blocks are free for the next step."""
+        if not sequence.is_finished:
+            self._scheduler.finish(sequence, FinishReason.CANCELLED)
+
+    def end_all(self) -> None:
+        """The engine is being closed."""
+        for sequence in self._scheduler.sequences():
+            self._scheduler.finish(sequence, FinishReason.ERROR, Overloaded("the engine is shutting down."))
+        self._deliver()
+        self._check()
+
+    def step(self) -> None:
+        """One pass, if anybody has work, and everything that follows from it."""
+        for sequence, match in self._scheduler.admit():
+            self._open(sequence, match)
+        work = self._scheduler.next_work()
+        if work is not None:
+            self._run(work)
+            self._meter.count_pass(work.phase == "prefill", sum(len(part.tokens) for part in work.parts))
+        self._deliver()
+        self._check()
+
+    def _open(self, sequence: Sequence, match: Match | None) -> None:
+        try:
+            self._runner.open(sequence.slot, None if match is None else match.restore)
+        except (GpuError, EngineDied):
+            raise
+        except Q27Error as error:
+            self._scheduler.finish(sequence, FinishReason.ERROR, error)
+
+    def _run(self, work: Work) -> None:
+        try:
+            drawn = self._runner.run(work)
+            vocab_size = self._scheduler.vocab_size
+            cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size) if result.tokens else None
+                                      for part, result in zip(work.parts, drawn, strict=True)]
+            if work.is_deferred:
+                self._runner.commit(work.rows_to_commit(cuts))
+            self._scheduler.apply(work, drawn, cuts)
+        except (GpuError, EngineDied):
+            raise
+        except Q27Error as error:
+            log.exception("a %s pass of %d requests failed", work.phase, len(work.parts))
+            for part in work.parts:
+                if not part.sequence.is_finished:
+                    self._scheduler.finish(part.sequence, FinishReason.ERROR, error)
+
+    def _deliver(self) -> None:
+        """Hand out the events, in order. A receiver that raises loses its request: it is cancelled."""
+        events = self._scheduler.events
+        while events:
+            sequence, event = events.popleft()
+            if not self.hand_out(sequence, event) and not sequence.is_finished:
+                self._scheduler.finish(sequence, FinishReason.CANCELLED)
+
+    def hand_out(self, sequence: Sequence, event: TokenEvent) -> bool:
+        """Deliver one event; False if its receiver raised."""
+        if event.finish is not None:
+            self._forget(sequence)
+        self._meter.count_event(sequence, event)
+        return deliver(sequence, event)
+
+    def abandon(self) -> None:
+        """The engine has died: hand out what had been decided before."""
+        while self._scheduler.events:
+            self.hand_out(*self._scheduler.events.popleft())
+
+    def _check(self) -> None:
+        if self._checks_pools:
+            self._scheduler.check()
+
+
+def deliver(sequence: Sequence, event: TokenEvent) -> bool:
+    """Call the request's receiver, which is foreign code and must not end the engine; False if it raised."""
+    try:
+        sequence.deliver(event)
+        return True
+    except Exception:
+        log.exception("the receiver of request %s failed", event.request_id)
+        return False
+
+
+def end_unserved(sequence: Sequence, error: Q27Error) -> TokenEvent:
+    """The final event of a sequence that no scheduler holds (any more)."""
+    sequence.status = Status.FINISHED
+    return sequence.final_event(FinishReason.ERROR, error)
