@@ -49,8 +49,8 @@ fi
 "$program/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 
 # The GPU part: needs the driver (to run) and the toolkit's nvcc (to compile kernels).
-has_device=no
-{ [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] || [ -d /proc/driver/nvidia/gpus ]; } && has_device=yes
+ask() { "$program/bin/python" -P -c "$1"; }
+has_device=$(ask 'from q27app.gpu import nvidia_device_exists; print("yes" if nvidia_device_exists() else "no")')
 nvcc=$(command -v nvcc || true)
 [ -n "$nvcc" ] || { [ -x /usr/local/cuda/bin/nvcc ] && nvcc=/usr/local/cuda/bin/nvcc; } || true
 gpu_works=no
@@ -61,7 +61,7 @@ elif [ "$has_device" = no ]; then
 elif [ -z "$nvcc" ]; then
   say "GPU part: skipped, there is an NVIDIA device but no CUDA toolkit (nvcc). Install the toolkit, then run this again."
 else
-  cuda_major=$("$program/bin/python" -c 'from q27app.gpu import read_driver; d = read_driver(); print(d.cuda[0] if d and d.cuda else "")')
+  cuda_major=$(ask 'from q27app.gpu import read_driver; d = read_driver(); print(d.cuda[0] if d and d.cuda else "")')
   nvcc_major=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
   if [ -z "$cuda_major" ]; then
     say "GPU part: skipped, the NVIDIA driver does not answer. Check nvidia-smi, then run this again."

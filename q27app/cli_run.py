@@ -116,7 +116,7 @@ def _tail(log: Path, num_lines: int = 12) -> str:
 
 
 def _ask(port: int, log: Path) -> None:
-    """Stream one answer to standard output, then its speed to standard error."""
+    """Stream one answer to standard output, then its speed."""
     started = time.monotonic()
     first_at: float | None = None
     usage: dict[str, int] = {}
@@ -134,7 +134,7 @@ def _ask(port: int, log: Path) -> None:
     ended = time.monotonic()
     count = usage.get("completion_tokens", 0)
     rate = (count - 1) / max(ended - first_at, 1e-9)
-    click.echo(f"{count} tokens, {rate:.1f} tokens/s, first after {(first_at - started) * 1e3:.0f} ms.", err=True)
+    click.echo(f"{count} tokens, {rate:.1f} tokens/s, first after {(first_at - started) * 1e3:.0f} ms.")
 
 
 def _stream(port: int, body: dict, log: Path) -> Iterator[dict]:

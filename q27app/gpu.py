@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
-_DEVICE_NODES = ("/dev/nvidia0", "/dev/dxg")
+_DEVICE_FOLDER = Path("/dev")
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,12 @@ class DriverInfo:
 
 def nvidia_device_exists() -> bool:
     """Whether this machine has an NVIDIA device, usable or not. Looks at files first: no driver call where they tell."""
-    if any(Path(node).exists() for node in _DEVICE_NODES):
-        return True
     try:
-        if any(_DRIVER_FOLDER.iterdir()):
+        if any(_DEVICE_FOLDER.glob("nvidia[0-9]*")) or any(_DRIVER_FOLDER.iterdir()):
             return True
     except OSError:
         pass
-    return bool(read_gpus())
+    return bool(read_gpus())  # WSL has neither
 
 
 def read_gpus() -> tuple[GpuInfo, ...]:

@@ -96,15 +96,16 @@ def test_without_the_library_there_are_no_cards(monkeypatch):
 def test_a_device_file_is_enough_to_exist(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(gpu, "_DRIVER_FOLDER", tmp_path / "gpus")
-    monkeypatch.setattr(gpu, "_DEVICE_NODES", (str(tmp_path / "nvidia0"),))
+    monkeypatch.setattr(gpu, "_DEVICE_FOLDER", tmp_path)
+    (tmp_path / "nvidiactl").touch()
     assert not gpu.nvidia_device_exists()
-    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia3").touch()
     assert gpu.nvidia_device_exists()
 
 
 def test_a_card_in_the_drivers_folder_is_enough_to_exist(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(gpu, "_DEVICE_NODES", ())
+    monkeypatch.setattr(gpu, "_DEVICE_FOLDER", tmp_path)
     monkeypatch.setattr(gpu, "_DRIVER_FOLDER", tmp_path)
     assert not gpu.nvidia_device_exists()
     (tmp_path / "0000:01:00.0").mkdir()
