@@ -1,0 +1,76 @@
+"""What a card can do, and what the kernels are built for on it: features by capability, never by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from q27app.errors import UsageError
+
+AMPERE_SHARED = 99 * 1024
+AMPERE_THREADS = 1536
+
+
+@dataclass(frozen=True)
+class Card:
+    """capability: of the target the kernels are compiled for. shared_bytes: most shared memory of a block."""
+
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    shared_bytes: int
+    max_threads: int = 2048
+    """Threads of a multiprocessor."""
+    forced: bool = False
+    """Built as PTX for an older capability than the card's own."""
+
+    @property
+    def target(self) -> str:
+        number = f"{self.capability[0]}{self.capability[1]}"
+        return f"compute_{number}" if self.forced else f"sm_{number}"
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability >= (8, 9)
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        return self.capability >= (9, 0)
+
+    @property
+    def is_wide(self) -> bool:
+        """Enough shared memory for 16 rows in one pass."""
+        return self.shared_bytes >= 200 * 1024
+
+    def linear_rows_defines(self) -> dict[str, int]:
+        if self.is_wide:
+            return {"RING_BYTES_8": 8704, "RING_BYTES_16": 5440, "SUM_BUFFERS": 2}
+        return {"RING_BYTES_8": 4352, "RING_BYTES_16": 4352, "SUM_BUFFERS": 1}
+
+    def linear_tiles_defines(self) -> dict[str, int]:
+        return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}
+
+    def attend_defines(self) -> dict[str, int]:
+        """Cuts of the keys: fixed positions, chosen per card."""
+        return {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 16384, "CUT_2": 1024,
+                "WIDE_ATTENTION": int(self.is_wide), "QUERY_WARPS": 8 if self.is_wide else 4}
+
+
+def forced_card(card: Card, capability: str | None) -> Card:
+    """The card as one of an older kind: "86" gives compute_86 code, no fp8, 99 KiB of shared memory a block."""
+    if not capability:
+        return card
+    if capability != "86":
+        raise UsageError(f"Architecture {capability!r} cannot be forced, expected 86.")
+    return Card(card.name, (8, 6), card.num_sms, min(card.shared_bytes, AMPERE_SHARED), AMPERE_THREADS, True)
+
+
+def cut_count(defines: Mapping[str, int], keys: int) -> int:
+    """Cuts that hold `keys` keys (attend_decode.cu)."""
+    first = defines["BORDER_0"] // defines["CUT_0"]
+    second = (defines["BORDER_1"] - defines["BORDER_0"]) // defines["CUT_1"]
+    if keys <= defines["BORDER_0"]:
+        return -(-keys // defines["CUT_0"])
+    if keys <= defines["BORDER_1"]:
+        return first + -(-(keys - defines["BORDER_0"]) // defines["CUT_1"])
+    return first + second + -(-(keys - defines["BORDER_1"]) // defines["CUT_2"])

@@ -1,0 +1,170 @@
+// attend_prefill: q/k norm, rope, KV write for every row of a chunk, then tiled causal attention with the output gate.
+// Reference: reference.attend      Used by: layers.run_layer in prefill
+// Shapes:    y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32; keys and values of the rows enter the cache
+// Layout:    kv_format.cuh
+// Launch:    attend_rows grid (rows), block (256); attend_prefill grid (query tiles, heads), block (QUERY_WARPS * 32),
+//            shared (QUERY_WARPS * 16 + 2 * 64) rows of HEAD_DIM + 8 halves
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, QUERY_WARPS
+// Numbers:   fp16 products, f32 sums and softmax; key tiles of 64 positions from 0, ascending: a row's bits depend on its
+//            position and prefix alone. Bound: tensor cores.
+#include "kv_format.cuh"
+#include "mma.cuh"
+
+constexpr int KEYS = 64, QUERIES = QUERY_WARPS * 16, THREADS = QUERY_WARPS * 32, STRIDE = HEAD_DIM + 8;
+constexpr int DIM_TILES = HEAD_DIM / 8, STEP = 32, KEY_TILES = STEP / 8;   // keys of a softmax step
+
+extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_constant__ Attend p) {
+  __shared__ float work[8][HEAD_DIM];
+  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  for (int i = warp; i < NUM_HEADS + NUM_KV_HEADS; i += 8) {
+    if (i < NUM_KV_HEADS) {
+      write_kv(p, seq, row, i, work[warp]);
+    } else {
+      const int head = i - NUM_KV_HEADS;
+      const long long at = (long long)row * NUM_HEADS + head;
+      const float factor = write_query(p, row, head, work[warp], p.q_half + at * HEAD_DIM);
+      if (lane == 0) p.q_factor[at] = factor;
+    }
+  }
+}
+
+// Tile of queries -> its rows; tiles are cut within a sequence.
+__device__ __forceinline__ bool find_tile(const Attend& p, int index, int& seq, int& first, int& end) {
+  for (seq = 0; seq < p.num_seqs; ++seq) {
+    const int start = p.row_starts[seq], stop = p.row_starts[seq + 1], tiles = (stop - start + QUERIES - 1) / QUERIES;
+    if (index < tiles) {
+      const int tile = tiles - 1 - index;   // the longest first
+      first = start + tile * QUERIES, end = min(first + QUERIES, stop);
+      return true;
+    }
+    index -= tiles;
+  }
+  return false;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
+  SHARED_BYTES(shared);
+  uint16_t* q = reinterpret_cast<uint16_t*>(shared);
+  uint16_t* k = q + QUERIES * STRIDE;
+  uint16_t* v = k + KEYS * STRIDE;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, c = lane & 3, head = blockIdx.y, key_head = head / GROUP;
+  int seq, first, end;
+  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
+  for (int i = threadIdx.x; i < QUERIES * (HEAD_DIM / 8); i += THREADS) {
+    const int r = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8);
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (first + r < end) value = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
+    *reinterpret_cast<uint4*>(q + r * STRIDE + piece * 8) = value;
+  }
+  float factor[2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  int position[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + warp * 16 + g + 8 * i;
+    position[i] = row < end ? p.positions[row] : -1;
+    factor[i] = row < end ? p.q_factor[(long long)row * NUM_HEADS + head] : 0.0f;
+  }
+  float out[DIM_TILES][4];
+#pragma unroll
+  for (int n = 0; n < DIM_TILES; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
+  const int keys = p.positions[end - 1] + 1;
+  const int warp_last = first + warp * 16 < end ? p.positions[min(first + warp * 16 + 15, end - 1)] : -1;
+#pragma unroll 1
+  for (int start = 0; start < keys; start += KEYS) {
+    const unsigned char* source = kv_tile(p, seq, start, key_head);
+    __syncthreads();
+    {
+      KvTile<KEYS / 4, THREADS> part;   // a quarter at a time: few registers
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        part.load(source + i * (KEYS / 4) * KV_ROW, start + i * (KEYS / 4), p.first_position, keys);
+        part.store(k + i * (KEYS / 4) * STRIDE, STRIDE);
+        part.load(source + KV_VALUES + i * (KEYS / 4) * KV_ROW, start + i * (KEYS / 4), p.first_position, keys);
+        part.store(v + i * (KEYS / 4) * STRIDE, STRIDE);
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int step = 0; step < KEYS; step += STEP) {
+    if (start + step > warp_last) break;   // nothing here for this warp
+    float score[KEY_TILES][4];
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
+#pragma unroll 2
+    for (int d = 0; d < HEAD_DIM; d += 16) {
+      const uint16_t* low = q + (warp * 16 + g) * STRIDE + d + 2 * c;
+      const uint16_t* high = low + 8 * STRIDE;
+      const uint32_t a0 = *reinterpret_cast<const uint32_t*>(low), a2 = *reinterpret_cast<const uint32_t*>(low + 8);
+      const uint32_t a1 = *reinterpret_cast<const uint32_t*>(high), a3 = *reinterpret_cast<const uint32_t*>(high + 8);
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n) {
+        const uint16_t* key = k + (step + n * 8 + g) * STRIDE + d + 2 * c;
+        mma_f16(score[n], a0, a1, a2, a3, *reinterpret_cast<const uint32_t*>(key), *reinterpret_cast<const uint32_t*>(key + 8));
+      }
+    }
+    float correction[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float now = top[i];
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int key = start + step + n * 8 + 2 * c + j;
+          float& s = score[n][2 * i + j];
+          s = key <= position[i] && key >= p.first_position ? __fmul_rn(s, factor[i]) : -INFINITY;
+          now = fmaxf(now, s);
+        }
+      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
+      correction[i] = now == top[i] ? 1.0f : expf(top[i] - now);
+      top[i] = now;
+      float part = 0.0f;
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& s = score[n][2 * i + j];
+          s = now == -INFINITY ? 0.0f : expf(s - now);
+          part = __fadd_rn(part, s);
+        }
+      part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 1));
+      part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 2));
+      sum[i] = fmaf(sum[i], correction[i], part);
+    }
+    if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
+#pragma unroll
+      for (int n = 0; n < DIM_TILES; ++n) out[n][0] *= correction[0], out[n][1] *= correction[0], out[n][2] *= correction[1], out[n][3] *= correction[1];
+    uint32_t a[KEY_TILES / 2][4];
+#pragma unroll
+    for (int s = 0; s < KEY_TILES / 2; ++s) {
+      a[s][0] = half2_from_floats(score[2 * s][0], score[2 * s][1]), a[s][1] = half2_from_floats(score[2 * s][2], score[2 * s][3]);
+      a[s][2] = half2_from_floats(score[2 * s + 1][0], score[2 * s + 1][1]), a[s][3] = half2_from_floats(score[2 * s + 1][2], score[2 * s + 1][3]);
+    }
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; ++n) {
+      uint32_t b[4];
+      load_transposed(b, v + (step + lane) * STRIDE + n * 8);
+      mma_f16(out[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+      mma_f16(out[n], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+    }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + warp * 16 + g + 8 * i;
+    if (row >= end) continue;
+    const float share = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
+    const float* gate = p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM;
+    float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM;
+#pragma unroll
+    for (int n = 0; n < DIM_TILES; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int d = n * 8 + 2 * c + j;
+        target[d] = __fmul_rn(__fmul_rn(out[n][2 * i + j], share), __fdividef(1.0f, 1.0f + __expf(-gate[d])));
+      }
+  }
+}

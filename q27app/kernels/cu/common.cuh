@@ -1,0 +1,103 @@
+// Shared device code: types, reductions, asynchronous copies, dependent launch, number conversions.
+//
+// Everything that needs an instruction of the device stands here or in mma.cuh, so that the same kernels also run on a
+// CPU under the test suite's emulation (Q27_ON_HOST), thread by thread.
+#pragma once
+
+#ifdef Q27_ON_HOST
+#include "emulated.h"
+#else
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#define SHARED_BYTES(name) extern __shared__ __align__(16) unsigned char name[]
+
+// Start the next kernel of the stream early; it still waits for this one in wait_for_earlier().
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Every kernel calls this before it reads what an earlier one wrote, or writes anything.
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ uint16_t half_from_float(float value) { return __half_as_ushort(__float2half_rn(value)); }
+__device__ __forceinline__ float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+__device__ __forceinline__ uint32_t half2_from_floats(float low, float high) {
+  __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t half2_sub(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t half2_mul(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+// e4m3, saturating; needs compute capability 8.9. The low byte is the first value.
+__device__ __forceinline__ uint32_t half2_from_e4m3x2(uint32_t bytes) {
+  uint32_t out = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"((uint16_t)bytes));
+#endif
+  return out;
+}
+__device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
+  uint16_t out = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+#endif
+  return out;
+}
+#endif  // Q27_ON_HOST
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, distance));
+  return value;
+}
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, distance));
+  return value;
+}
+
+// The power of two that brings `largest` (>= 0) into [2^14, 2^15): what enters a tensor core is multiplied by it.
+__device__ __forceinline__ float half_range_scale(float largest) {
+  int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
+  if (largest == 0.0f || exponent > 127) return 1.0f;
+  if (exponent < -100) exponent = -100;
+  return __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
+}
+// 1 / scale for a power of two, exact.
+__device__ __forceinline__ float power_inverse(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
+
+__device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
+__device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
+__device__ __forceinline__ float get(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

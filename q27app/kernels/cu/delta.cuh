@@ -1,0 +1,157 @@
+// The gated delta rule: shared by the row family and the prefill, so that both give a row the same bits.
+//
+// A column of a head's state never mixes with another. LANES lanes share a column, each with VALUES key dimensions in
+// registers; the state lies in memory as [value dim][key dim], so a column is contiguous.
+//   S = decay S;  d = beta (v - k . S);  S += k d;  o = q . S
+#pragma once
+#include "common.cuh"
+
+constexpr int DIM = DELTA_DIM, KEY_HEADS = DELTA_KEY_HEADS, VALUE_HEADS = DELTA_VALUE_HEADS;
+constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM, WIDTH = VALUE_HEADS * DIM, HEADS_PER_KEY = VALUE_HEADS / KEY_HEADS;
+constexpr int WINDOW = CONV_WIDTH - 1;
+constexpr int VALUES = 16, LANES = DIM / VALUES;
+constexpr int COLUMNS = DIM / SLICES;                        // value dims of a block
+constexpr int DELTA_THREADS = COLUMNS * LANES;
+static_assert(DIM % 32 == 0 && (LANES & (LANES - 1)) == 0 && LANES <= 32, "lanes of a column are a power of two");
+static_assert(DELTA_THREADS % 32 == 0 && DELTA_THREADS <= 1024 && DIM % SLICES == 0, "block size");
+
+struct Delta {
+  const float* y;             // [rows, y_stride]: channels, z, beta, alpha at the offsets below
+  const float* conv;          // [CHANNELS, CONV_WIDTH]
+  const float* a;             // [VALUE_HEADS]  -exp(A_log)
+  const float* dt_bias;
+  const float* norm;          // [DIM]
+  unsigned char* slots;
+  const int* row_starts;
+  const int* slot_ids;
+  const int* accepted;        // commit: rows to fold of each sequence; else null
+  float* record;              // deferred: [rows, CHANNELS + 2 VALUE_HEADS]; else null
+  float* raw;                 // [rows, WIDTH] o before the gated norm
+  float* out;                 // [rows, WIDTH]; null in a commit
+  float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
+  float* gates;               // prefill: [rows, VALUE_HEADS, 2] decay, beta
+  int* counters;              // [seqs * KEY_HEADS * layers], zero between launches
+  long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
+  long long state_stride, window_stride;                       // from one delta layer to the next
+  long long record_stride;                                     // floats, commit only
+  const float* const* layer_weights;                           // commit: [layers, 4] conv, a, dt_bias, norm
+  int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred;
+  float eps;
+};
+
+__device__ __forceinline__ float* state_of(const Delta& p, int slot, int layer, int head) {
+  return reinterpret_cast<float*>(p.slots + slot * p.slot_bytes + p.state_offset + layer * p.state_stride) + (long long)head * DIM * DIM;
+}
+__device__ __forceinline__ float* window_of(const Delta& p, int slot, int layer) {
+  return reinterpret_cast<float*>(p.slots + slot * p.slot_bytes + p.window_offset + layer * p.window_stride);
+}
+
+// Channel c of the causal convolution: taps oldest first.
+__device__ __forceinline__ float convolve(const float* taps, const float (&past)[CONV_WIDTH]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < CONV_WIDTH; ++j) sum = fmaf(taps[j], past[j], sum);
+  return silu(sum);
+}
+
+__device__ __forceinline__ float decay_of(float alpha, float a, float dt_bias) {
+  const float t = __fadd_rn(alpha, dt_bias);
+  const float softplus = t > 20.0f ? t : log1pf(expf(t));
+  return expf(__fmul_rn(a, softplus));
+}
+
+// l2 norm of a head in place; one warp. q also takes 1 / sqrt(DIM).
+__device__ __forceinline__ void normalize_head(float* head, bool query) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i) squares = fmaf(head[lane + 32 * i], head[lane + 32 * i], squares);
+  const float factor = __fmul_rn(rsqrtf(__fadd_rn(warp_sum(squares), 1e-6f)), query ? rsqrtf((float)DIM) : 1.0f);
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i) head[lane + 32 * i] = __fmul_rn(head[lane + 32 * i], factor);
+}
+
+// The lane's share of a column: key dims 4 (j + LANES i) + e at [i * 4 + e].
+struct Column {
+  float s[VALUES];
+  __device__ __forceinline__ void load(const float* column, int j) {
+#pragma unroll
+    for (int i = 0; i < VALUES / 4; ++i) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(column) + j + LANES * i);
+      s[4 * i] = v.x, s[4 * i + 1] = v.y, s[4 * i + 2] = v.z, s[4 * i + 3] = v.w;
+    }
+  }
+  __device__ __forceinline__ void store(float* column, int j) const {
+#pragma unroll
+    for (int i = 0; i < VALUES / 4; ++i)
+      reinterpret_cast<float4*>(column)[j + LANES * i] = make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+  }
+  // One row; every lane of the column gets o.
+  __device__ __forceinline__ float step(const float* q, const float* k, float v, float decay, float beta, int j) {
+    float key[VALUES], part[4] = {0, 0, 0, 0}, read[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < VALUES / 4; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(k)[j + LANES * i];
+      key[4 * i] = x.x, key[4 * i + 1] = x.y, key[4 * i + 2] = x.z, key[4 * i + 3] = x.w;
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      s[i] = __fmul_rn(s[i], decay);
+      part[i % 4] = fmaf(key[i], s[i], part[i % 4]);
+    }
+    const float guess = across(__fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3])));
+    const float d = __fmul_rn(beta, __fsub_rn(v, guess));
+#pragma unroll
+    for (int i = 0; i < VALUES / 4; ++i) {
+      const float4 x = reinterpret_cast<const float4*>(q)[j + LANES * i];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[4 * i + e] = fmaf(key[4 * i + e], d, s[4 * i + e]);
+        read[e] = fmaf(get(x, e), s[4 * i + e], read[e]);
+      }
+    }
+    return across(__fadd_rn(__fadd_rn(read[0], read[1]), __fadd_rn(read[2], read[3])));
+  }
+  __device__ __forceinline__ static float across(float value) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance >>= 1)
+      value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, distance));
+    return value;
+  }
+};
+
+// One warp: out = norm(o) * silu(z) of one head.
+__device__ __forceinline__ void gated_norm(const float* o, const float* z, const float* norm, float* out, float eps) {
+  const int lane = threadIdx.x % 32;
+  float value[DIM / 32], squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i) {
+    value[i] = __ldcg(o + lane + 32 * i);
+    squares = fmaf(value[i], value[i], squares);
+  }
+  const float rms = rsqrtf(warp_sum(squares) / (float)DIM + eps);
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i)
+    out[lane + 32 * i] = __fmul_rn(__fmul_rn(__fmul_rn(value[i], rms), norm[lane + 32 * i]), silu(z[lane + 32 * i]));
+}
+
+// The channels of a key head's group: its q and k, then the values of its heads. channel 0 .. GROUP_CHANNELS - 1.
+constexpr int GROUP_CHANNELS = (2 + HEADS_PER_KEY) * DIM;
+__device__ __forceinline__ int group_channel(int key_head, int i) {
+  const int part = i / DIM, d = i % DIM;
+  if (part == 0) return key_head * DIM + d;
+  if (part == 1) return (KEY_HEADS + key_head) * DIM + d;
+  return (2 * KEY_HEADS + key_head + (part - 2) * KEY_HEADS) * DIM + d;
+}
+
+// The window after `rows` more rows; source points at the first of them.
+__device__ __forceinline__ void advance_window(float* window, const float* source, int stride, int rows, int channel) {
+  float next[WINDOW];
+#pragma unroll
+  for (int j = 0; j < WINDOW; ++j) {
+    const int row = rows - WINDOW + j;
+    next[j] = row >= 0 ? source[(long long)row * stride + channel] : window[(j + rows) * CHANNELS + channel];
+  }
+#pragma unroll
+  for (int j = 0; j < WINDOW; ++j) window[j * CHANNELS + channel] = next[j];
+}

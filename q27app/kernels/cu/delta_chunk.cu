@@ -1,0 +1,112 @@
+// delta_chunk: the same as delta_step for the many rows of a prefill chunk, in three launches.
+// Reference: reference.delta      Used by: layers.run_layer
+// Shapes:    y [rows, C + Nv Dv + 2 Nv] f32 -> out [rows, Nv Dv] f32; state and window of each slot advance
+// Layout:    delta.cuh
+// Launch:    delta_inputs grid (rows), block (256); delta_chunk grid (value heads * SLICES, seqs), block (DELTA_THREADS);
+//            delta_outputs grid (rows + seqs), block (256)
+// Defines:   as delta_step    Limits: none on rows
+// Numbers:   f32 throughout; a row's bits are those of delta_step, whatever the chunk. Bound: latency of the recurrence.
+#include "delta.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, STAGE_ROWS = 16;
+
+__device__ __forceinline__ int sequence_of(const Delta& p, int row) {
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  return seq;
+}
+
+// Convolution, silu, norms of q and k, gates: one row a block, one head at a time a warp.
+extern "C" __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ Delta p) {
+  __shared__ float heads[WARPS][DIM];
+  const int row = blockIdx.x, seq = sequence_of(p, row), before = row - p.row_starts[seq];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float* window = window_of(p, p.slot_ids[seq], p.layer);
+  const float* y = p.y + (long long)row * p.y_stride;
+  for (int head = warp; head < 2 * KEY_HEADS + VALUE_HEADS; head += WARPS) {
+    for (int i = 0; i < DIM / 32; ++i) {
+      const int channel = head * DIM + lane + 32 * i;
+      float taps[CONV_WIDTH], past[CONV_WIDTH];
+#pragma unroll
+      for (int j = 0; j < CONV_WIDTH; ++j) {
+        taps[j] = p.conv[channel * CONV_WIDTH + j];
+        const int back = WINDOW - j;
+        past[j] = back <= before ? y[channel - (long long)back * p.y_stride] : window[(WINDOW + before - back) * CHANNELS + channel];
+      }
+      heads[warp][lane + 32 * i] = convolve(taps, past);
+    }
+    __syncwarp();
+    if (head < 2 * KEY_HEADS) normalize_head(heads[warp], head < KEY_HEADS);
+    __syncwarp();
+    for (int i = 0; i < DIM / 32; ++i) p.channels[(long long)row * CHANNELS + head * DIM + lane + 32 * i] = heads[warp][lane + 32 * i];
+    __syncwarp();
+  }
+  for (int head = threadIdx.x; head < VALUE_HEADS; head += THREADS) {
+    float* gates = p.gates + ((long long)row * VALUE_HEADS + head) * 2;
+    gates[0] = decay_of(y[p.alpha_offset + head], p.a[head], p.dt_bias[head]);
+    gates[1] = sigmoid(y[p.beta_offset + head]);
+  }
+}
+
+struct __align__(16) Stage {
+  float q[STAGE_ROWS][DIM], k[STAGE_ROWS][DIM], v[STAGE_ROWS][COLUMNS], gates[STAGE_ROWS][2];
+};
+
+__device__ __forceinline__ void fetch(const Delta& p, Stage& stage, int row, int rows, int head, int slice) {
+  constexpr int QK = DIM / 4, V = COLUMNS / 4, PIECES = 2 * QK + V;
+  const int key_head = head % KEY_HEADS;
+  for (int i = threadIdx.x; i < rows * PIECES; i += DELTA_THREADS) {
+    const int r = i / PIECES, piece = i % PIECES;
+    const float* source = p.channels + (long long)(row + r) * CHANNELS;
+    if (piece < QK) copy_async_16(stage.q[r] + 4 * piece, source + key_head * DIM + 4 * piece);
+    else if (piece < 2 * QK) copy_async_16(stage.k[r] + 4 * (piece - QK), source + (KEY_HEADS + key_head) * DIM + 4 * (piece - QK));
+    else copy_async_16(stage.v[r] + 4 * (piece - 2 * QK), source + (2 * KEY_HEADS + head) * DIM + slice * COLUMNS + 4 * (piece - 2 * QK));
+  }
+  for (int i = threadIdx.x; i < 2 * rows; i += DELTA_THREADS)
+    stage.gates[i / 2][i % 2] = p.gates[((long long)(row + i / 2) * VALUE_HEADS + head) * 2 + i % 2];
+  copy_async_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __grid_constant__ Delta p) {
+  __shared__ Stage stages[2];
+  const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, seq = blockIdx.y;
+  const int first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first, slot = p.slot_ids[seq];
+  const int column = threadIdx.x / LANES, j = threadIdx.x % LANES;
+  float* state = state_of(p, slot, p.layer, head) + (long long)(slice * COLUMNS + column) * DIM;
+  Column s;
+  s.load(state, j);
+  fetch(p, stages[0], first, min(STAGE_ROWS, rows), head, slice);
+  for (int done = 0, at = 0; done < rows; done += STAGE_ROWS, at ^= 1) {
+    const int next = done + STAGE_ROWS;
+    if (next < rows) fetch(p, stages[at ^ 1], first + next, min(STAGE_ROWS, rows - next), head, slice);
+    else copy_async_commit();
+    copy_async_wait<1>();
+    __syncthreads();
+    const Stage& stage = stages[at];
+    const int count = min(STAGE_ROWS, rows - done);
+    float* raw = p.raw + (long long)(first + done) * WIDTH + head * DIM + slice * COLUMNS + column;
+#pragma unroll 2
+    for (int r = 0; r < count; ++r) {
+      const float o = s.step(stage.q[r], stage.k[r], stage.v[r][column], stage.gates[r][0], stage.gates[r][1], j);
+      if (j == 0) raw[(long long)r * WIDTH] = o;
+    }
+    __syncthreads();
+  }
+  s.store(state, j);
+}
+
+// Gated norm of the rows; the blocks past the rows move the windows on.
+extern "C" __global__ void __launch_bounds__(THREADS) delta_outputs(const __grid_constant__ Delta p) {
+  const int total = p.row_starts[p.num_seqs], warp = threadIdx.x / 32;
+  if ((int)blockIdx.x >= total) {
+    const int seq = blockIdx.x - total, first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first;
+    float* window = window_of(p, p.slot_ids[seq], p.layer);
+    for (int channel = threadIdx.x; channel < CHANNELS; channel += THREADS)
+      advance_window(window, p.y + (long long)first * p.y_stride, p.y_stride, rows, channel);
+    return;
+  }
+  const long long row = blockIdx.x;
+  for (int head = warp; head < VALUE_HEADS; head += WARPS)
+    gated_norm(p.raw + row * WIDTH + head * DIM, p.y + row * p.y_stride + p.z_offset + head * DIM, p.norm,
+               p.out + row * p.out_stride + head * DIM, p.eps);
+}

@@ -1,0 +1,155 @@
+// Packed weights: how every number type of a matrix lies in device memory and enters the tensor cores.
+//
+// A matrix [rows, cols] is cut into tiles of 16 rows; a tile is a run of units of 64 columns, cols padded with zeros.
+// With g = lane / 4, q = lane % 4, a lane owns columns 16 q .. 16 q + 15 of a unit, of rows g and g + 8. Step s (0..3)
+// of a unit takes columns 16 q + 4 s .. + 3: the first two as the low half of a k16 fragment, the others as the high.
+//
+//   KIND_F16  4 steps x 32 lanes x {a0, a1, a2, a3}                                          2,048 bytes
+//   KIND_Q8   2 x 32 lanes x {row g step 2i, row g+8 step 2i, row g step 2i+1, row g+8 ..}, byte = code + 128,
+//             then 8 x {scale of row g, of row g + 8} fp16                                   1,056 bytes
+//   KIND_Q4   32 lanes x {row g cols 0-7, row g+8 cols 0-7, row g cols 8-15, row g+8 ..}, then scales as above
+//             nibbles of a word, low to high: columns 0 4 2 6 1 5 3 7                          544 bytes
+//
+// A masked nibble or byte used as the bits of an fp16 is code * 2^-24 exactly (a subnormal, which the tensor cores
+// multiply at full rate); the codes' offset is taken off through the accumulator's start value, offset * -sum(x).
+#pragma once
+#include "mma.cuh"
+
+constexpr int KIND_F16 = 0, KIND_Q8 = 1, KIND_Q4 = 2;
+constexpr int UNIT_COLS = 64, TILE_ROWS = 16;
+constexpr float CODE_SCALE = 5.9604644775390625e-08f;   // 2^-24
+constexpr float CODE_UNSCALE = 16777216.0f;
+
+template <int KIND> struct Unit;
+template <> struct Unit<KIND_F16> { static constexpr int DATA = 2048, BYTES = 2048; };
+template <> struct Unit<KIND_Q8> { static constexpr int DATA = 1024, BYTES = 1056; };
+template <> struct Unit<KIND_Q4> { static constexpr int DATA = 512, BYTES = 544; };
+
+// Rows of a row list that share a number type. Tiles are numbered through the whole list.
+struct Segment {
+  int first_tile, num_tiles, first_row, num_rows, kind, tile_bytes;
+  long long offset;
+};
+
+// acc += unit x activations for NB groups of 8 activation rows, exact products, f32 accumulation, fixed order.
+// b[nb][i]: halves 2 i, 2 i + 1 of the lane's 16 columns of activation row nb * 8 + g.
+// minus_sum[nb][j]: -2^-24 * sum over the unit of activation row nb * 8 + 2 q + j.
+// The sums of quantised kinds come out multiplied by 2^-24.
+template <int KIND, int NB>
+__device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lane, const uint32_t (&b)[NB][8],
+                                              const float (&minus_sum)[NB][2], float (&acc)[NB][4]) {
+  if constexpr (KIND == KIND_F16) {
+    uint4 a[4];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) a[s] = *reinterpret_cast<const uint4*>(unit + s * 512 + lane * 16);
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb) {
+      float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+      mma_f16(even, a[0].x, a[0].y, a[0].z, a[0].w, b[nb][0], b[nb][1]);
+      mma_f16(odd, a[1].x, a[1].y, a[1].z, a[1].w, b[nb][2], b[nb][3]);
+      mma_f16(even, a[2].x, a[2].y, a[2].z, a[2].w, b[nb][4], b[nb][5]);
+      mma_f16(odd, a[3].x, a[3].y, a[3].z, a[3].w, b[nb][6], b[nb][7]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], __fadd_rn(even[i], odd[i]));
+    }
+  } else {
+    const uint32_t scales = *reinterpret_cast<const uint32_t*>(unit + Unit<KIND>::DATA + (lane >> 2) * 4);
+    const float scale_low = half_to_float((uint16_t)(scales & 0xffff)), scale_high = half_to_float((uint16_t)(scales >> 16));
+    if constexpr (KIND == KIND_Q4) {
+      const uint4 w = *reinterpret_cast<const uint4*>(unit + lane * 16);
+      constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u;
+      const uint32_t x8 = w.x >> 8, y8 = w.y >> 8, z8 = w.z >> 8, w8 = w.w >> 8;
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb) {
+        const float start0 = 8.0f * minus_sum[nb][0], start1 = 8.0f * minus_sum[nb][1];
+        float low[4] = {start0, start1, start0, start1}, high[4] = {0, 0, 0, 0};
+        mma_f16(low, w.x & LOW, w.y & LOW, x8 & LOW, y8 & LOW, b[nb][0], b[nb][1]);
+        mma_f16(high, w.x & HIGH, w.y & HIGH, x8 & HIGH, y8 & HIGH, b[nb][2], b[nb][3]);
+        mma_f16(low, w.z & LOW, w.w & LOW, z8 & LOW, w8 & LOW, b[nb][4], b[nb][5]);
+        mma_f16(high, w.z & HIGH, w.w & HIGH, z8 & HIGH, w8 & HIGH, b[nb][6], b[nb][7]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, fmaf(high[i], 0.0625f, low[i]), acc[nb][i]);
+      }
+    } else {
+      const uint4 w0 = *reinterpret_cast<const uint4*>(unit + lane * 16);
+      const uint4 w1 = *reinterpret_cast<const uint4*>(unit + 512 + lane * 16);
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb) {
+        const float start0 = 128.0f * minus_sum[nb][0], start1 = 128.0f * minus_sum[nb][1];
+        float even[4] = {start0, start1, start0, start1}, odd[4] = {0, 0, 0, 0};
+        mma_f16(even, __byte_perm(w0.x, 0, 0x4140), __byte_perm(w0.y, 0, 0x4140), __byte_perm(w0.x, 0, 0x4342),
+                __byte_perm(w0.y, 0, 0x4342), b[nb][0], b[nb][1]);
+        mma_f16(odd, __byte_perm(w0.z, 0, 0x4140), __byte_perm(w0.w, 0, 0x4140), __byte_perm(w0.z, 0, 0x4342),
+                __byte_perm(w0.w, 0, 0x4342), b[nb][2], b[nb][3]);
+        mma_f16(even, __byte_perm(w1.x, 0, 0x4140), __byte_perm(w1.y, 0, 0x4140), __byte_perm(w1.x, 0, 0x4342),
+                __byte_perm(w1.y, 0, 0x4342), b[nb][4], b[nb][5]);
+        mma_f16(odd, __byte_perm(w1.z, 0, 0x4140), __byte_perm(w1.w, 0, 0x4140), __byte_perm(w1.z, 0, 0x4342),
+                __byte_perm(w1.w, 0, 0x4342), b[nb][6], b[nb][7]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, __fadd_rn(even[i], odd[i]), acc[nb][i]);
+      }
+    }
+  }
+}
+
+// Fragments of half a unit (columns 16 q + 8 half .. + 7 of each lane) as fp16 weights, scale applied: a[step][0..3].
+template <int KIND>
+__device__ __forceinline__ void decode_half_unit(const unsigned char* unit, int lane, int half, uint32_t (&a)[2][4]) {
+  if constexpr (KIND == KIND_F16) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const uint4 v = *reinterpret_cast<const uint4*>(unit + (2 * half + s) * 512 + lane * 16);
+      a[s][0] = v.x, a[s][1] = v.y, a[s][2] = v.z, a[s][3] = v.w;
+    }
+  } else {
+    const uint32_t scales = *reinterpret_cast<const uint32_t*>(unit + Unit<KIND>::DATA + (lane >> 2) * 4);
+    const uint32_t low = __byte_perm(scales, 0, 0x1010), high = __byte_perm(scales, 0, 0x3232);
+    if constexpr (KIND == KIND_Q4) {
+      const uint2 w = *reinterpret_cast<const uint2*>(unit + lane * 16 + half * 8);
+      constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u, MAGIC = 0x64006400u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = (i & 1 ? w.y : w.x) >> (i < 2 ? 0 : 8), scale = i & 1 ? high : low;
+        a[0][i] = half2_mul(half2_sub((word & LOW) | MAGIC, 0x64086408u), scale);            // 1024 + code - 1032
+        a[1][i] = half2_mul(half2_fma((word & HIGH) | MAGIC, 0x2c002c00u, 0xd480d480u), scale);  // (1024 + 16 code) / 16 - 72
+      }
+    } else {
+      const uint4 w = *reinterpret_cast<const uint4*>(unit + half * 512 + lane * 16);
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const uint32_t row_low = s ? w.z : w.x, row_high = s ? w.w : w.y;
+        constexpr uint32_t MAGIC = 0x64646464u, OFFSET = 0x64806480u;                        // 1024 + code + 128 - 1152
+        a[s][0] = half2_mul(half2_sub(__byte_perm(row_low, MAGIC, 0x4140), OFFSET), low);
+        a[s][1] = half2_mul(half2_sub(__byte_perm(row_high, MAGIC, 0x4140), OFFSET), high);
+        a[s][2] = half2_mul(half2_sub(__byte_perm(row_low, MAGIC, 0x4342), OFFSET), low);
+        a[s][3] = half2_mul(half2_sub(__byte_perm(row_high, MAGIC, 0x4342), OFFSET), high);
+      }
+    }
+  }
+}
+
+// One weight of a packed tile, for gathers. column within the padded row.
+__device__ __forceinline__ float packed_value(int kind, const unsigned char* tile, int row, int column) {
+  const int unit = column / UNIT_COLS, inner = column % UNIT_COLS, q = inner / 16, c = inner % 16;
+  const int lane = (row % 8) * 4 + q, upper = row / 8;
+  if (kind == KIND_F16) {
+    const unsigned char* base = tile + (long long)unit * Unit<KIND_F16>::BYTES + (c / 4) * 512 + lane * 16;
+    const int word = upper + 2 * ((c % 4) / 2);
+    return half_to_float(*reinterpret_cast<const uint16_t*>(base + word * 4 + (c % 2) * 2));
+  }
+  if (kind == KIND_Q8) {
+    const unsigned char* base = tile + (long long)unit * Unit<KIND_Q8>::BYTES;
+    const int step = c / 4, word = upper + 2 * (step % 2);
+    const int code = base[(step / 2) * 512 + lane * 16 + word * 4 + c % 4];
+    const uint16_t scale = *reinterpret_cast<const uint16_t*>(base + 1024 + (row % 8) * 4 + upper * 2);
+    return (float)(code - 128) * half_to_float(scale);
+  }
+  const unsigned char* base = tile + (long long)unit * Unit<KIND_Q4>::BYTES;
+  const uint32_t word = *reinterpret_cast<const uint32_t*>(base + lane * 16 + (upper + 2 * (c / 8)) * 4);
+  const int column8 = c % 8;   // nibble of columns 0..7: 0 4 2 6 1 5 3 7
+  const int nibble = (column8 & 1) * 4 + (column8 & 2) + (column8 >> 2);
+  const uint16_t scale = *reinterpret_cast<const uint16_t*>(base + 512 + (row % 8) * 4 + upper * 2);
+  return (float)((int)((word >> (4 * nibble)) & 15) - 8) * half_to_float(scale);
+}

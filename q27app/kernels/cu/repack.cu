@@ -1,0 +1,88 @@
+// repack: a tensor's rows as the container stores them -> packed tiles (quant.cuh). unpack gives values back, for tests.
+// Reference: weights.codecs.decode     Used by: cuda_backend.CudaBackend.load
+// Shapes:    data uint8 [rows, row_bytes], scales fp16 [rows, groups] -> tiles [num_tiles, tile_bytes]
+// Layout:    rows contiguous; rows and columns past the end become zeros
+// Launch:    grid (units, tiles of this piece), block (32), no shared memory
+// Defines:   none     Limits: a piece starts at a multiple of 16 rows
+// Numbers:   exact. Bound: memory.
+#include "quant.cuh"
+
+struct Repack {
+  const unsigned char* data;
+  const uint16_t* scales;
+  unsigned char* tiles;        // first tile of this piece
+  long long tile_stride;       // bytes from one tile of the piece to the next
+  int kind, rows, cols, units, row_bytes, groups, group_cols, part;   // part: 0 fp16, 1 high and 2 low half of f32
+};
+
+__device__ __forceinline__ int code_q4(const Repack& p, int row, int column) {
+  if (row >= p.rows || column >= p.cols) return 8;
+  return (p.data[(long long)row * p.row_bytes + column / 2] >> (4 * (column & 1))) & 15;
+}
+__device__ __forceinline__ uint32_t code_q8(const Repack& p, int row, int column) {
+  if (row >= p.rows || column >= p.cols) return 128;
+  return (p.data[(long long)row * p.row_bytes + column] + 128) & 255;
+}
+__device__ __forceinline__ uint32_t code_f16(const Repack& p, int row, int column) {
+  if (row >= p.rows || column >= p.cols) return 0;
+  const unsigned char* source = p.data + (long long)row * p.row_bytes;
+  if (p.part == 0) return reinterpret_cast<const uint16_t*>(source)[column];
+  const float value = reinterpret_cast<const float*>(source)[column];
+  const uint16_t high = half_from_float(value);
+  return p.part == 1 ? high : half_from_float(__fsub_rn(value, half_to_float(high)));
+}
+
+extern "C" __global__ void __launch_bounds__(32) repack(const __grid_constant__ Repack p) {
+  const int unit = blockIdx.x, lane = threadIdx.x, g = lane >> 2, q = lane & 3;
+  const int row = blockIdx.y * TILE_ROWS, column = unit * UNIT_COLS + q * 16;
+  unsigned char* tile = p.tiles + blockIdx.y * p.tile_stride;
+  if (p.kind == KIND_F16) {
+    uint4* target = reinterpret_cast<uint4*>(tile + (long long)unit * Unit<KIND_F16>::BYTES);
+    for (int s = 0; s < 4; ++s) {
+      uint32_t word[4];
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + g + (i & 1) * 8, c = column + 4 * s + (i >> 1) * 2;
+        word[i] = code_f16(p, r, c) | code_f16(p, r, c + 1) << 16;
+      }
+      target[s * 32 + lane] = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    return;
+  }
+  const int data_bytes = p.kind == KIND_Q4 ? Unit<KIND_Q4>::DATA : Unit<KIND_Q8>::DATA;
+  unsigned char* base = tile + (long long)unit * (data_bytes + 32);
+  if (p.kind == KIND_Q4) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    for (int i = 0; i < 4; ++i)
+      for (int c = 0; c < 8; ++c) {
+        const int nibble = (c & 1) * 4 + (c & 2) + (c >> 2);
+        word[i] |= (uint32_t)code_q4(p, row + g + (i & 1) * 8, column + (i >> 1) * 8 + c) << (4 * nibble);
+      }
+    *reinterpret_cast<uint4*>(base + lane * 16) = make_uint4(word[0], word[1], word[2], word[3]);
+  } else {
+    for (int h = 0; h < 2; ++h) {
+      uint32_t word[4] = {0, 0, 0, 0};
+      for (int i = 0; i < 4; ++i)
+        for (int c = 0; c < 4; ++c)
+          word[i] |= code_q8(p, row + g + (i & 1) * 8, column + 8 * h + (i >> 1) * 4 + c) << (8 * c);
+      *reinterpret_cast<uint4*>(base + h * 512 + lane * 16) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+  if (lane < TILE_ROWS) {
+    const int r = row + lane / 2 + (lane & 1) * 8, group = unit * UNIT_COLS / p.group_cols;
+    const bool inside = r < p.rows && unit * UNIT_COLS < p.cols;
+    reinterpret_cast<uint16_t*>(base + data_bytes)[lane] = inside ? p.scales[(long long)r * p.groups + group] : 0;
+  }
+}
+
+struct Unpack {
+  const unsigned char* tile;   // first tile of the segment
+  float* out;                  // [rows, cols]
+  int kind, tile_bytes, rows, cols;
+};
+
+extern "C" __global__ void __launch_bounds__(256) unpack(const __grid_constant__ Unpack p) {
+  const int row = blockIdx.x;
+  const unsigned char* tile = p.tile + (long long)(row / TILE_ROWS) * p.tile_bytes;
+  for (int c = threadIdx.x; c < p.cols; c += blockDim.x)
+    p.out[(long long)row * p.cols + c] = packed_value(p.kind, tile, row % TILE_ROWS, c);
+}

@@ -1,0 +1,196 @@
+// rows: embedding rows, final norm, hidden rows kept in slots, rotary angles: everything that is one small pass over rows.
+// Reference: reference.embed, reference.rms_norm, reference.previous_hidden     Used by: forward.Model, mtp.MtpPass
+// Shapes:    see each struct
+// Layout:    rows contiguous
+// Launch:    grid (rows), block (256), one block per row
+// Defines:   none     Limits: hidden % 4 == 0
+// Numbers:   f32, fixed order; angles in f64. Bound: latency.
+#include "quant.cuh"
+
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ float block_rms(const float* values, int count, float eps, float* shared) {
+  float squares = 0.0f;
+  for (int k = threadIdx.x; k < count; k += THREADS) squares = fmaf(values[k], values[k], squares);
+  const float sum = warp_sum(squares);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float total = 0.0f;
+  for (int w = 0; w < THREADS / 32; ++w) total = __fadd_rn(total, shared[w]);
+  return rsqrtf(total / (float)count + eps);
+}
+
+struct Embed {
+  const unsigned char* weights;   // packed [vocab, hidden]
+  const float* norm;              // mtp: norm of the embedding half
+  const float* hidden;            // mtp: [rows, width], null otherwise
+  const float* hidden_norm;
+  const int* tokens;
+  float* out;                     // [rows, width] or [rows, 2 * width]
+  int kind, tile_bytes, vocab, width;
+  float eps;
+  int wrap_units;                 // units of the high part of an f32 matrix, 0 otherwise
+};
+
+__device__ __forceinline__ float embed_value(const Embed& p, int token, int column) {
+  const unsigned char* tile = p.weights + (long long)(token / TILE_ROWS) * p.tile_bytes;
+  float value = packed_value(p.kind, tile, token % TILE_ROWS, column);
+  if (p.wrap_units) value += packed_value(p.kind, tile, token % TILE_ROWS, column + p.wrap_units * UNIT_COLS);
+  return value;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constant__ Embed p) {
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x, token = min(max(p.tokens[row], 0), p.vocab - 1);
+  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = embed_value(p, token, k);
+}
+
+// [norm(embedding) ; norm(hidden)], the input of the draft layer.
+extern "C" __global__ void __launch_bounds__(THREADS) mtp_rows(const __grid_constant__ Embed p) {
+  __shared__ float shared[THREADS / 32];
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x, token = min(max(p.tokens[row], 0), p.vocab - 1);
+  float* out = p.out + (long long)row * 2 * p.width;
+  for (int k = threadIdx.x; k < p.width; k += THREADS) out[k] = embed_value(p, token, k);
+  __syncthreads();
+  const float embed_rms = block_rms(out, p.width, p.eps, shared);
+  const float* hidden = p.hidden + (long long)row * p.width;
+  const float hidden_rms = block_rms(hidden, p.width, p.eps, shared);
+  for (int k = threadIdx.x; k < p.width; k += THREADS) {
+    out[k] = out[k] * embed_rms * p.norm[k];
+    out[p.width + k] = hidden[k] * hidden_rms * p.hidden_norm[k];
+  }
+}
+
+struct FinalNorm {
+  const float* x;
+  const float* norm;
+  float* out;
+  int width;
+  float eps;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) final_norm(const __grid_constant__ FinalNorm p) {
+  __shared__ float shared[THREADS / 32];
+  allow_next();
+  wait_for_earlier();
+  const float* x = p.x + (long long)blockIdx.x * p.width;
+  const float rms = block_rms(x, p.width, p.eps, shared);
+  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)blockIdx.x * p.width + k] = x[k] * rms * p.norm[k];
+}
+
+struct Hidden {
+  const float* final_rows;        // [rows, width]
+  float* out;                     // [rows, width]
+  unsigned char* slots;           // slot states; the hidden row stands at `offset` of each
+  const int* row_starts;
+  const int* slot_ids;
+  const int* accepted;            // keep_hidden: rows taken of each sequence, or null for all
+  long long slot_bytes, offset;
+  int num_seqs, width;
+};
+
+__device__ __forceinline__ float* slot_row(const Hidden& p, int seq) {
+  return reinterpret_cast<float*>(p.slots + p.slot_ids[seq] * p.slot_bytes + p.offset);
+}
+__device__ __forceinline__ int sequence_of(const Hidden& p, int row) {
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  return seq;
+}
+
+// out[row] = final[row - 1], the slot's row for the first row of a sequence.
+extern "C" __global__ void __launch_bounds__(THREADS) previous_hidden(const __grid_constant__ Hidden p) {
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x, seq = sequence_of(p, row);
+  const float* source = row == p.row_starts[seq] ? slot_row(p, seq) : p.final_rows + (long long)(row - 1) * p.width;
+  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = source[k];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) slot_hidden(const __grid_constant__ Hidden p) {
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x;
+  const float* source = slot_row(p, sequence_of(p, row));
+  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = source[k];
+}
+
+// The slot's row becomes the last accepted row of the sequence. grid (seqs)
+extern "C" __global__ void __launch_bounds__(THREADS) keep_hidden(const __grid_constant__ Hidden p) {
+  allow_next();
+  wait_for_earlier();
+  const int seq = blockIdx.x, first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first;
+  const int taken = p.accepted ? min(max(p.accepted[seq], 0), rows) : rows;
+  if (taken == 0) return;
+  float* target = slot_row(p, seq);
+  const float* source = p.final_rows + (long long)(first + taken - 1) * p.width;
+  for (int k = threadIdx.x; k < p.width; k += THREADS) target[k] = source[k];
+}
+
+struct Rope {
+  const int* positions;
+  const double* frequencies;      // [half]
+  float* table;                   // [rows, half, 2] cos, sin
+  int half;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) rope_angles(const __grid_constant__ Rope p) {
+  allow_next();
+  wait_for_earlier();
+  for (int d = threadIdx.x; d < p.half; d += THREADS) {
+    double sine, cosine;
+    sincos((double)p.positions[blockIdx.x] * p.frequencies[d], &sine, &cosine);
+    float* target = p.table + ((long long)blockIdx.x * p.half + d) * 2;
+    target[0] = (float)cosine, target[1] = (float)sine;
+  }
+}
+
+struct Halves {
+  const float* x;
+  const float* norm;              // or null
+  const int* row_map;             // or null
+  uint16_t* out;                  // [rows, padded]
+  float* inverse;                 // [rows] 1 / scale
+  int width, padded, x_stride;
+  float eps;
+};
+
+// Prefill: (norm,) power-of-two scale per row, fp16.
+extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
+  __shared__ float shared[THREADS / 32];
+  const int row = blockIdx.x, source = p.row_map ? p.row_map[row] : row;
+  const float* x = p.x + (long long)source * p.x_stride;
+  const float rms = p.norm ? block_rms(x, p.width, p.eps, shared) : 1.0f;
+  float largest = 0.0f;
+  for (int k = threadIdx.x; k < p.width; k += THREADS)
+    largest = fmaxf(largest, fabsf(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k]));
+  largest = warp_max(largest);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
+  __syncthreads();
+  for (int w = 0; w < THREADS / 32; ++w) largest = fmaxf(largest, shared[w]);
+  const float scale = half_range_scale(__fmul_rn(largest, rms)), factor = __fmul_rn(rms, scale);
+  if (threadIdx.x == 0) p.inverse[row] = power_inverse(scale);
+  uint16_t* out = p.out + (long long)row * p.padded;
+  for (int k = threadIdx.x; k < p.padded; k += THREADS)
+    out[k] = k < p.width ? half_from_float(__fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor)) : 0;
+}
+
+struct SiluMul {
+  const float* gate_up;           // [rows, 2 * width]
+  float* out;                     // [rows, width]
+  int width;
+};
+
+// h = silu(gate) * up, where the two halves of stage D have different number types.
+extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const __grid_constant__ SiluMul p) {
+  allow_next();
+  wait_for_earlier();
+  const float* row = p.gate_up + (long long)blockIdx.x * 2 * p.width;
+  for (int k = threadIdx.x; k < p.width; k += THREADS)
+    p.out[(long long)blockIdx.x * p.width + k] = __fmul_rn(silu(row[k]), row[p.width + k]);
+}

@@ -1,0 +1,264 @@
+// sample: penalties, mask, temperature, top-k, top-p, min-p, then the highest of logit + Gumbel noise; or the argmax.
+// Reference: reference_sample.sample       Used by: Backend.sample
+// Shapes:    logits [n, vocab] f32 -> tokens [n] int32, margins [n] f32
+// Layout:    rows contiguous
+// Launch:    sample_adjust, sample_scan grid (CHUNKS, n), block (256); sample_pick grid (n), block (256);
+//            sample_draw, sample_logprobs grid (n), block (1024)
+// Defines:   none     Limits: at most 32 logprobs a row
+// Numbers:   comparisons on order-preserving integers, masses in 40-bit fixed point: no sum depends on an order. Ties go to
+//            the lowest id, -0 equals +0. Bound: memory (one row is one megabyte of the second-level cache).
+#include "common.cuh"
+
+constexpr int THREADS = 256, CHUNKS = 32, DRAW_THREADS = 1024;
+
+struct Sample {
+  const float* logits;          // [n, vocab] raw
+  float* work;                  // [n, vocab] after penalties, mask, temperature; null: nothing to adjust and all greedy
+  const float* temperature;     // [n]
+  const int* top_k;
+  const float* top_p;
+  const float* min_p;
+  const float* presence;
+  const float* frequency;
+  const unsigned long long* seeds;
+  const long long* positions;
+  const int* penalty_starts;    // [n + 1]
+  const int* penalty_ids;
+  const int* penalty_counts;
+  const uint32_t* masks;        // [n, mask_words] or null
+  const int* num_logprobs;      // [n], -1 none
+  unsigned long long* part_best;// [n, CHUNKS]
+  float* part_top;              // [n, CHUNKS, 2]
+  int* tokens;                  // [n]
+  float* margins;               // [n]
+  float* logprobs;              // [n, 1 + 32]: of the drawn id, then of the best
+  int* logprob_ids;             // [n, 32]
+  int n, vocab, mask_words;
+};
+
+__device__ __forceinline__ uint32_t order(float value) {
+  const uint32_t bits = __float_as_uint(value + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ unsigned long long candidate(float value, int id) {
+  return (unsigned long long)order(value) << 32 | (0xffffffffu - (uint32_t)id);
+}
+__device__ __forceinline__ int candidate_id(unsigned long long best) { return (int)(0xffffffffu - (uint32_t)best); }
+__device__ __forceinline__ unsigned long long larger(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
+
+__device__ __forceinline__ unsigned long long warp_best(unsigned long long value) {
+  for (int distance = 16; distance > 0; distance >>= 1) value = larger(value, __shfl_xor_sync(ALL_LANES, value, distance));
+  return value;
+}
+__device__ __forceinline__ unsigned long long warp_total(unsigned long long value) {
+  for (int distance = 16; distance > 0; distance >>= 1) value += __shfl_xor_sync(ALL_LANES, value, distance);
+  return value;
+}
+
+__device__ __forceinline__ bool allowed(const Sample& p, int row, int id) {
+  return !p.masks || (p.masks[(long long)row * p.mask_words + id / 32] >> (id % 32) & 1);
+}
+
+// work = (logit - penalty, masked) / temperature; a greedy row keeps its scale.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid_constant__ Sample p) {
+  const int row = blockIdx.y;
+  const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
+  const long long base = (long long)row * p.vocab;
+  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS)
+    p.work[base + id] = allowed(p, row, id) ? p.logits[base + id] / temperature : -INFINITY;
+}
+
+// grid (n), block (256): the ids that were generated before.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_penalize(const __grid_constant__ Sample p) {
+  const int row = blockIdx.x;
+  const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
+  const long long base = (long long)row * p.vocab;
+  for (int i = p.penalty_starts[row] + threadIdx.x; i < p.penalty_starts[row + 1]; i += THREADS) {
+    const int id = p.penalty_ids[i];
+    if (id < 0 || id >= p.vocab || !allowed(p, row, id)) continue;
+    const float penalty = __fadd_rn(p.presence[row], __fmul_rn(p.frequency[row], (float)p.penalty_counts[i]));
+    p.work[base + id] = __fsub_rn(p.logits[base + id], penalty) / temperature;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_constant__ Sample p) {
+  __shared__ unsigned long long best_of[THREADS / 32];
+  __shared__ float top_of[THREADS / 32][2];
+  const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const long long base = (long long)row * p.vocab;
+  unsigned long long best = 0;
+  float top = -INFINITY, second = -INFINITY;
+  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) {
+    const float raw = p.logits[base + id];
+    best = larger(best, candidate(p.work ? p.work[base + id] : raw, id));
+    if (raw > top) second = top, top = raw;
+    else if (raw > second) second = raw;
+  }
+  best = warp_best(best);
+  for (int distance = 16; distance > 0; distance >>= 1) {
+    const float other = __shfl_xor_sync(ALL_LANES, top, distance), other_second = __shfl_xor_sync(ALL_LANES, second, distance);
+    second = fmaxf(fminf(top, other), fmaxf(second, other_second));
+    top = fmaxf(top, other);
+  }
+  if (lane == 0) best_of[warp] = best, top_of[warp][0] = top, top_of[warp][1] = second;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < THREADS / 32; ++w) {
+    best = larger(best, best_of[w]);
+    second = fmaxf(fminf(top, top_of[w][0]), fmaxf(second, top_of[w][1]));
+    top = fmaxf(top, top_of[w][0]);
+  }
+  const int at = row * CHUNKS + blockIdx.x;
+  p.part_best[at] = best;
+  p.part_top[2 * at] = top, p.part_top[2 * at + 1] = second;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sample_pick(const __grid_constant__ Sample p) {
+  if (threadIdx.x != 0) return;
+  const int row = blockIdx.x;
+  unsigned long long best = 0;
+  float top = -INFINITY, second = -INFINITY;
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    const int at = row * CHUNKS + chunk;
+    best = larger(best, p.part_best[at]);
+    second = fmaxf(fminf(top, p.part_top[2 * at]), fmaxf(second, p.part_top[2 * at + 1]));
+    top = fmaxf(top, p.part_top[2 * at]);
+  }
+  p.tokens[row] = candidate_id(best);
+  p.margins[row] = top - second;
+}
+
+__device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long a = (unsigned long long)0xD2511F53u * counter[0], b = (unsigned long long)0xCD9E8D57u * counter[2];
+    const uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ key0, (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ key1, (uint32_t)a};
+    for (int i = 0; i < 4; ++i) counter[i] = next[i];
+    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
+  }
+}
+
+__device__ __forceinline__ float gumbel(uint32_t word) {
+  const float v = fminf((float)(((double)word + 0.5) * 2.3283064365386963e-10), 0.999999940395355224609375f);
+  return -logf(-log1pf(-v));
+}
+
+struct DrawShared {
+  unsigned long long bins[256];
+  unsigned long long parts[DRAW_THREADS / 32];
+  unsigned long long total;
+  uint32_t prefix;
+};
+
+__device__ __forceinline__ unsigned long long block_reduce(DrawShared& s, unsigned long long value, bool sum) {
+  value = sum ? warp_total(value) : warp_best(value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) s.parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  unsigned long long out = 0;
+  for (int w = 0; w < DRAW_THREADS / 32; ++w) out = sum ? out + s.parts[w] : larger(out, s.parts[w]);
+  return out;
+}
+
+// 2^40 times the probability relative to the best; 1 where only ids are counted.
+__device__ __forceinline__ unsigned long long mass_of(float value, float top, bool count) {
+  return count ? 1ull : (unsigned long long)(expf(value - top) * 1099511627776.0f);
+}
+
+// Largest key v >= floor such that the mass of {key >= v} reaches target; floor if it never does.
+__device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, float top, uint32_t floor, unsigned long long target, bool count) {
+  uint32_t prefix = 0, known = 0;
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    for (int i = threadIdx.x; i < 256; i += DRAW_THREADS) s.bins[i] = 0;
+    __syncthreads();
+    for (int id = threadIdx.x; id < vocab; id += DRAW_THREADS) {
+      const float value = work[id];
+      const uint32_t key = order(value);
+      if (key < floor || (key & known) != prefix) continue;
+      const unsigned long long mass = mass_of(value, top, count);
+      if (mass) atomicAdd(&s.bins[key >> shift & 255], mass);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      unsigned long long rest = target;
+      int bin = 255;
+      while (bin > 0 && s.bins[bin] < rest) rest -= s.bins[bin--];
+      s.total = s.bins[bin] < rest ? 0 : rest;
+      s.prefix = prefix | (uint32_t)bin << shift;
+    }
+    __syncthreads();
+    prefix = s.prefix, target = s.total, known |= 255u << shift;
+    __syncthreads();
+    if (target == 0) return floor;
+  }
+  return prefix > floor ? prefix : floor;
+}
+
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_draw(const __grid_constant__ Sample p) {
+  __shared__ DrawShared s;
+  const int row = blockIdx.x;
+  if (!(p.temperature[row] > 0.0f)) return;
+  const float* work = p.work + (long long)row * p.vocab;
+  unsigned long long best = 0;
+  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) best = larger(best, candidate(work[id], id));
+  best = block_reduce(s, best, false);
+  const float top = work[candidate_id(best)];
+  uint32_t floor = order(-INFINITY) + 1;
+  if (p.top_k[row] > 0 && p.top_k[row] < p.vocab) floor = threshold_key(s, work, p.vocab, top, floor, p.top_k[row], true);
+  if (p.top_p[row] < 1.0f) {
+    unsigned long long mass = 0;
+    for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS)
+      if (order(work[id]) >= floor) mass += mass_of(work[id], top, false);
+    mass = block_reduce(s, mass, true);
+    const double wanted = ceil((double)p.top_p[row] * (double)mass);
+    floor = threshold_key(s, work, p.vocab, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
+  }
+  if (p.min_p[row] > 0.0f) floor = max(floor, order(top + logf(p.min_p[row])));
+  best = 0;
+  const uint32_t key0 = (uint32_t)p.seeds[row], key1 = (uint32_t)(p.seeds[row] >> 32);
+  for (int group = threadIdx.x; group * 4 < p.vocab; group += DRAW_THREADS) {
+    bool any = false;
+    for (int i = 0; i < 4; ++i) any |= group * 4 + i < p.vocab && order(work[group * 4 + i]) >= floor;
+    if (!any) continue;
+    uint32_t noise[4] = {(uint32_t)group, (uint32_t)p.positions[row], (uint32_t)((unsigned long long)p.positions[row] >> 32), 0};
+    philox(noise, key0, key1);
+    for (int i = 0; i < 4; ++i) {
+      const int id = group * 4 + i;
+      if (id < p.vocab && order(work[id]) >= floor) best = larger(best, candidate(__fadd_rn(work[id], gumbel(noise[i])), id));
+    }
+  }
+  best = block_reduce(s, best, false);
+  if (threadIdx.x == 0 && best != 0) p.tokens[row] = candidate_id(best);
+}
+
+// log softmax of the raw logits: the drawn id, then the best ids in order.
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_logprobs(const __grid_constant__ Sample p) {
+  __shared__ DrawShared s;
+  __shared__ float sums[DRAW_THREADS / 32];
+  const int row = blockIdx.x, wanted = p.num_logprobs[row];
+  if (wanted < 0) return;
+  const float* raw = p.logits + (long long)row * p.vocab;
+  unsigned long long best = 0;
+  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) best = larger(best, candidate(raw[id], id));
+  best = block_reduce(s, best, false);
+  const float top = raw[candidate_id(best)];
+  float sum = 0.0f;
+  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) sum = __fadd_rn(sum, expf(raw[id] - top));
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float total = 0.0f;
+  for (int w = 0; w < DRAW_THREADS / 32; ++w) total = __fadd_rn(total, sums[w]);
+  const float base = top + logf(total);
+  if (threadIdx.x == 0) p.logprobs[row * 33] = raw[p.tokens[row]] - base;
+  for (int i = 0; i < min(wanted, 32); ++i) {
+    if (threadIdx.x == 0) p.logprobs[row * 33 + 1 + i] = raw[candidate_id(best)] - base, p.logprob_ids[row * 32 + i] = candidate_id(best);
+    const unsigned long long limit = best;
+    best = 0;
+    for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) {
+      const unsigned long long c = candidate(raw[id], id);
+      if (c < limit) best = larger(best, c);
+    }
+    best = block_reduce(s, best, false);
+    if (best == 0) break;
+  }
+}

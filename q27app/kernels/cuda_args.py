@@ -1,0 +1,98 @@
+"""The parameter blocks of the kernels: each class is the struct of the same name in a `.cu` or `.cuh` file, field by field.
+
+A kernel takes one block by value. Pointers are device addresses (0 = null).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+MAX_SEGMENTS = 4
+POINTER, INT, FLOAT, LONG = ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_int64
+
+
+def _fields(**groups: str) -> list[tuple[str, type]]:
+    """p: pointers, l: 64-bit integers, i: integers, f: floats; names separated by spaces, groups in order."""
+    kinds = {"p": POINTER, "l": LONG, "i": INT, "f": FLOAT}
+    return [(name, kinds[group[0]]) for group, names in groups.items() for name in names.split()]
+
+
+class Segment(ctypes.Structure):
+    """Rows of a row list that share a number type (quant.cuh)."""
+
+    _fields_ = _fields(i="first_tile num_tiles first_row num_rows kind tile_bytes", l="offset")
+
+
+class LinearRows(ctypes.Structure):
+    _fields_ = [
+        *_fields(p="weights block_tiles x norm row_map out partial counters"),
+        ("segments", Segment * MAX_SEGMENTS),
+        *_fields(i="num_segments num_tiles rows cols units wrap splits x_stride out_stride out_rows", f="eps"),
+    ]
+
+
+class LinearTiles(ctypes.Structure):
+    _fields_ = [
+        *_fields(p="weights x inverse out"),
+        ("segments", Segment * MAX_SEGMENTS),
+        *_fields(i="num_segments rows units wrap x_stride out_stride out_rows"),
+    ]
+
+
+class Repack(ctypes.Structure):
+    _fields_ = _fields(p="data scales tiles", l="tile_stride", i="kind rows cols units row_bytes groups group_cols part")
+
+
+class Unpack(ctypes.Structure):
+    _fields_ = _fields(p="tile out", i="kind tile_bytes rows cols")
+
+
+class Embed(ctypes.Structure):
+    _fields_ = _fields(p="weights norm hidden hidden_norm tokens out", i="kind tile_bytes vocab width", f="eps", i2="wrap_units")
+
+
+class FinalNorm(ctypes.Structure):
+    _fields_ = _fields(p="x norm out", i="width", f="eps")
+
+
+class Hidden(ctypes.Structure):
+    _fields_ = _fields(p="final_rows out slots row_starts slot_ids accepted", l="slot_bytes offset", i="num_seqs width")
+
+
+class Rope(ctypes.Structure):
+    _fields_ = _fields(p="positions frequencies table", i="half")
+
+
+class Halves(ctypes.Structure):
+    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps")
+
+
+class SiluMul(ctypes.Structure):
+    _fields_ = _fields(p="gate_up out", i="width")
+
+
+class Attend(ctypes.Structure):
+    _fields_ = _fields(
+        p="y q_norm k_norm rope positions row_starts block_tables blocks part_ml part_o q_half q_factor out",
+        l="block_bytes layer_offset", i="num_seqs rows y_stride out_stride max_blocks first_position max_splits", f="eps",
+    )
+
+
+class Delta(ctypes.Structure):
+    _fields_ = _fields(
+        p="y conv a dt_bias norm slots row_starts slot_ids accepted record raw out channels gates counters",
+        l="slot_bytes state_offset window_offset state_stride window_stride record_stride", p2="layer_weights",
+        i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred", f="eps",
+    )
+
+
+class Sample(ctypes.Structure):
+    _fields_ = _fields(
+        p="logits work temperature top_k top_p min_p presence frequency seeds positions penalty_starts penalty_ids "
+          "penalty_counts masks num_logprobs part_best part_top tokens margins logprobs logprob_ids",
+        i="n vocab mask_words",
+    )
+
+
+class Accept(ctypes.Structure):
+    _fields_ = _fields(p="drawn tokens row_starts logit_rows accepted", i="num_seqs n")

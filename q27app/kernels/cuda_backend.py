@@ -1,0 +1,254 @@
+"""The backend on an NVIDIA card: memory, weights, the current pass, and one launcher for each stage.
+
+Reading order: `launch` (the device), `cuda_weights` (how matrices lie), `cuda_linear` and `cuda_mixers` (the stages),
+`cu/*.cu`. Everything runs in order on one stream of the primary context, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels import cuda_args
+from q27app.kernels.backend import LayerGeometry
+from q27app.kernels.batch import Batch, Sampled, SamplingRows
+from q27app.kernels.compiler import Job
+from q27app.kernels.cuda_batch import BatchArea
+from q27app.kernels.cuda_linear import LinearStages
+from q27app.kernels.cuda_mixers import Mixers
+from q27app.kernels.cuda_sampling import Sampler
+from q27app.kernels.cuda_scratch import Scratch
+from q27app.kernels.cuda_state import KV_FORMAT_CODES, CudaState
+from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader
+from q27app.kernels.launch import CudaDevice, Device
+from q27app.kernels.memory import Arena, CudaBuffer
+
+if TYPE_CHECKING:
+    from q27app.weights.container import Tensor
+
+SMALL_ROWS, MAX_SEQS = 64, 64
+SAMPLED_ROWS = 64
+FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept")
+
+
+def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str, dict[str, int]]:
+    """Defines of the sources that know the heads, by source."""
+    attend = {"HEAD_DIM": geometry.head_dim, "NUM_HEADS": geometry.num_heads, "NUM_KV_HEADS": geometry.num_kv_heads,
+              "ROTARY_DIM": geometry.rotary_dim, "KV_FORMAT": KV_FORMAT_CODES.get(kv_format, 0)}
+    slices = 4 if geometry.delta_head_dim >= 128 else 1
+    delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
+             "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width, "SLICES": slices}
+    cuts = card.attend_defines()
+    prefill = attend | {"QUERY_WARPS": cuts["QUERY_WARPS"]}
+    decode = attend | {name: value for name, value in cuts.items() if name != "QUERY_WARPS"}
+    return {"attend_decode": decode, "attend_prefill": prefill, "delta_step": delta, "delta_chunk": delta}
+
+
+def fixed_defines(card) -> dict[str, dict[str, int]]:
+    """Defines of the sources that know no model, by source."""
+    known = {"linear_rows": card.linear_rows_defines(), "linear_tiles": card.linear_tiles_defines()}
+    return {source: known.get(source, {}) for source in FIXED_SOURCES}
+
+
+class CudaBackend:
+    """See `backend.Backend`. device: an open `launch.Device`; `open` makes one from options."""
+
+    name = "cuda"
+
+    def __init__(self, device: Device, progress: Callable[[int, int], None] | None = None) -> None:
+        self.device = device
+        self.defines: dict[str, dict[str, int]] = fixed_defines(device.card)
+        self._functions: dict[tuple[str, str], Any] = {}
+        device.prepare([Job.of(source, defines) for source, defines in self.defines.items()], progress)
+        self.weights_arena = Arena(device, "weights", 256 << 20)
+        self.buffers_arena = Arena(device, "activations")
+        self.scratch_arena = Arena(device, "scratch")
+        self._loader: Loader | None = None
+        self._linear, self._mixers = LinearStages(self), Mixers(self)
+        self._max_rows, self._max_logit_rows = SMALL_ROWS, SAMPLED_ROWS
+        self._partial_bytes = self._num_counters = 1024
+        self._halves_width = self._wide_width = 64
+        self._states: list[CudaState] = []
+        self._areas: dict[bool, BatchArea] = {}
+        self._sampler: Sampler | None = None
+        self._final: CudaBuffer | None = None
+        self.eps = 1e-6
+
+    @classmethod
+    def open(cls, cache: Path, index: int = 0, nvcc: str | None = None, force_arch: str | None = None, memory_cap: int | None = None,
+             progress: Callable[[int, int], None] | None = None) -> "CudaBackend":
+        """Open a card. cache: folder of compiled kernels. force_arch "86" and memory_cap (bytes) play an older, smaller card."""
+        return cls(CudaDevice(cache, index, nvcc, force_arch, memory_cap), progress)
+
+    # memory
+
+    def free_bytes(self) -> int:
+        return self.device.free_bytes()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, name: str) -> CudaBuffer:
+        dtype = np.dtype(dtype)
+        address = self.buffers_arena.take(int(np.prod(shape)) * dtype.itemsize)
+        if name == "logits":
+            self._max_logit_rows = max(self._max_logit_rows, shape[0])
+        elif len(shape) == 2:
+            self._max_rows = max(self._max_rows, shape[0])
+        return CudaBuffer(address, tuple(shape), dtype, name)
+
+    def upload(self, array: np.ndarray, name: str = "") -> CudaBuffer:
+        buffer = self.empty(array.shape, array.dtype, name)
+        self.device.upload(buffer.address, array)
+        return buffer
+
+    def download(self, buffer: CudaBuffer) -> np.ndarray:
+        return self.device.download(buffer.address, buffer.nbytes).view(buffer.dtype).reshape(buffer.shape)
+
+    def load(self, tensors: "Sequence[Tensor]") -> CudaWeight | CudaVector:
+        self._loader = self._loader or Loader(self)
+        return self._loader.load(tensors)
+
+    def reserve_for(self, weight: CudaWeight) -> None:
+        """Remember what scratch a weight needs."""
+        if weight.splits > 1:
+            self._partial_bytes = max(self._partial_bytes, weight.splits * weight.num_tiles * 256 * 4)
+            self._num_counters = max(self._num_counters, weight.num_tiles)
+        self._halves_width = max(self._halves_width, weight.activation_units * 64)
+        if not weight.paired and len(weight.segments) == 2:
+            self._wide_width = max(self._wide_width, weight.shape[0])
+
+    def allocate_state(self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str, num_slots: int,
+                       num_blocks: int, max_record_rows: int) -> CudaState:
+        """Slots, blocks and, with the first state, the scratch of every stage: nothing is allocated after this."""
+        state = CudaState(self, geometry, num_delta_layers, num_kv_layers, kv_format, num_slots, num_blocks, max_record_rows)
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+        self.defines |= geometry_defines(geometry, self.device.card, kv_format)
+        self._functions.clear()
+        self.device.prepare([Job.of(source, defines) for source, defines in self.defines.items()])
+        for source in self.defines:
+            self.device.module(Job.of(source, self.defines[source]))
+        self.eps = geometry.norm_eps
+        self._reserve_scratch(geometry, num_delta_layers, num_blocks)
+        self._states.append(state)
+        return state
+
+    def _reserve_scratch(self, geometry: LayerGeometry, num_delta_layers: int, num_blocks: int) -> None:
+        self.device.synchronize()
+        self.scratch_arena.release()
+        for area in self._areas.values():
+            area.release()
+        self.scratch = Scratch(
+            self.scratch_arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
+            num_delta_layers=num_delta_layers, max_seqs=MAX_SEQS, partial_bytes=self._partial_bytes,
+            num_counters=self._num_counters, halves_width=self._halves_width,
+            wide_width=max(self._wide_width, 2 * geometry.hidden_size),
+        )
+        half = geometry.rotary_dim // 2
+        frequencies = np.float64(geometry.rope_theta) ** (np.arange(half) * (-2.0 / geometry.rotary_dim))
+        self.device.upload(self.scratch.frequencies, frequencies)
+        stride = min(num_blocks, 4096)
+        self._areas = {True: BatchArea(self.device, SMALL_ROWS, MAX_SEQS, stride),
+                       False: BatchArea(self.device, max(self._max_rows, SMALL_ROWS), MAX_SEQS, stride)}
+        self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
+        self._mixers = Mixers(self)
+
+    def launch(self, source: str, name: str, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
+               dependent: bool = True) -> None:
+        """One kernel on the stream. dependent: it may start while the one before still runs (it waits by itself)."""
+        function = self._functions.get((source, name))
+        if function is None:
+            function = self.device.module(Job.of(source, self.defines[source]))[name]
+            self._functions[source, name] = function
+        self.device.launch(function, grid, block, shared, args, dependent)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` as a graph. Run it once before, so that everything is loaded."""
+        return self.device.record(run)
+
+    def close(self) -> None:
+        self.device.close()
+
+    # the network
+
+    def begin(self, batch: Batch, state: CudaState) -> None:
+        if batch.num_seqs > MAX_SEQS or batch.num_rows > self.scratch.max_rows:
+            raise Q27Error(f"a pass of {batch.num_rows} rows of {batch.num_seqs} sequences, expected at most "
+                           f"{self.scratch.max_rows} of {MAX_SEQS}.")
+        self.batch, self.state = batch, state
+        self.is_prefill = batch.phase == "prefill"
+        self.area = self._areas[batch.num_rows <= SMALL_ROWS]
+        self.area.put(batch)
+        half = state.geometry.rotary_dim // 2
+        self.launch("rows", "rope_angles", (batch.num_rows,), 256, 0,
+                    cuda_args.Rope(self.area.at("positions"), self.scratch.frequencies, self.scratch.rope, half))
+
+    def embed(self, weight: CudaWeight, x: CudaBuffer) -> None:
+        self._linear.embed(weight, self.area.at("tokens"), x)
+
+    def project(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
+        self._linear.project(norm, weight, x, y)
+
+    def attend(self, y: CudaBuffer, layer: Any, o: CudaBuffer | None) -> None:
+        self._mixers.attend(y, layer, o)
+
+    def delta(self, y: CudaBuffer, layer: Any, o: CudaBuffer) -> None:
+        self._mixers.delta(y, layer, o)
+
+    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer) -> None:
+        self._linear.add_linear(weight, h, x)
+
+    def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
+        self._linear.gate_up(norm, weight, x, h)
+
+    def head(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, final: CudaBuffer, logits: CudaBuffer) -> None:
+        self._linear.final_norm(norm, x, final)
+        count = len(self.batch.logit_rows)
+        if count:
+            self._linear.logits(weight, final, self.area.at("logit_rows"), count, logits)
+        self._final = final
+
+    def previous_hidden(self, final: CudaBuffer, hidden: CudaBuffer) -> None:
+        args = self._hidden_args(final, hidden)
+        self.launch("rows", "previous_hidden", (final.shape[0],), 256, 0, args)
+        self._final = final
+        if not self.batch.deferred:
+            self.launch("rows", "keep_hidden", (self.batch.num_seqs,), 256, 0, args)
+
+    def slot_hidden(self, hidden: CudaBuffer) -> None:
+        self.launch("rows", "slot_hidden", (hidden.shape[0],), 256, 0, self._hidden_args(None, hidden))
+
+    def _hidden_args(self, final: CudaBuffer | None, hidden: CudaBuffer | None) -> cuda_args.Hidden:
+        state = self.state
+        return cuda_args.Hidden(final.address if final else 0, hidden.address if hidden else 0, state.slots, self.area.at("row_starts"),
+                                self.area.at("slots"), 0, state.slot_bytes, state.hidden_offset, self.batch.num_seqs,
+                                state.geometry.hidden_size)
+
+    def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, hidden: CudaBuffer,
+                  x: CudaBuffer) -> None:
+        self._linear.mtp_input(enorm, hnorm, weight, embed, self.area.at("tokens"), hidden, x)
+
+    def commit(self, accepted: np.ndarray | None = None) -> None:
+        address = self._sampler.accepted
+        if accepted is not None:
+            self.device.upload(address, np.ascontiguousarray(accepted, np.int32))
+        self._mixers.commit(address)
+        if self._final is not None:
+            args = self._hidden_args(self._final, None)
+            args.accepted = address
+            self.launch("rows", "keep_hidden", (self.batch.num_seqs,), 256, 0, args)
+
+    # choosing tokens
+
+    def sample(self, logits: CudaBuffer, rows: SamplingRows) -> None:
+        self._sampler.sample(logits, rows)
+
+    def accept(self) -> None:
+        self._sampler.accept()
+
+    def result(self) -> Sampled:
+        return self._sampler.result(self.batch.num_seqs)

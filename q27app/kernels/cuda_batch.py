@@ -1,0 +1,58 @@
+"""The arrays of a pass on the device, at fixed addresses: a recorded pass reads whatever the last `put` left there.
+
+    tokens, positions, logit_rows int32 [max_rows]; row_starts int32 [max_seqs + 1]; slots int32 [max_seqs];
+    block_tables int32 [max_seqs, table_stride]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels.batch import Batch
+from q27app.kernels.launch import Device
+
+
+class BatchArea:
+    """Room for passes of up to max_rows rows of max_seqs sequences. Owned by the backend."""
+
+    def __init__(self, device: Device, max_rows: int, max_seqs: int, table_stride: int) -> None:
+        self.max_rows, self.max_seqs, self.table_stride = max_rows, max_seqs, table_stride
+        self._device = device
+        sizes = {"tokens": max_rows, "positions": max_rows, "logit_rows": max_rows, "row_starts": max_seqs + 1,
+                 "slots": max_seqs, "tables": max_seqs * table_stride}
+        self._at: dict[str, int] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._at[name] = end
+            end += -(-size // 4) * 4
+        self._host = device.pinned(4 * end).view(np.int32)
+        self._host[:] = 0
+        self.address = device.allocate(4 * end)
+        self._event = None
+
+    def at(self, name: str, index: int = 0) -> int:
+        """Device address of item `index` of a field."""
+        return self.address + 4 * (self._at[name] + index)
+
+    def put(self, batch: Batch) -> None:
+        """Copy the batch's arrays over. The host waits only if the copy before has not happened yet."""
+        if self._event is not None and not self._device.is_recording:
+            self._device.wait(self._event)
+            self._event = None
+        width = batch.block_tables.shape[1]
+        if width > self.table_stride:
+            raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
+        for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
+                             ("row_starts", batch.row_starts), ("slots", batch.slots)):
+            self._host[self._at[name]:self._at[name] + len(values)] = values
+        tables = self._host[self._at["tables"]:].reshape(-1)[:self.max_seqs * self.table_stride]
+        tables = tables.reshape(self.max_seqs, self.table_stride)
+        tables[:batch.num_seqs, :width] = np.maximum(batch.block_tables, 0)
+        used = self._at["tables"] + batch.num_seqs * self.table_stride
+        self._device.upload_pinned(self.address, self._host[:used])
+        if not self._device.is_recording:
+            self._event = self._device.mark()
+
+    def release(self) -> None:
+        self._device.release(self.address)

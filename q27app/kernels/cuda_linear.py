@@ -1,0 +1,124 @@
+"""Launchers of the matrix stages. The phase chooses the family: rows (1 to 16 at a time) or tiles (prefill)."""
+
+from __future__ import annotations
+
+from q27app.errors import Q27Error
+from q27app.kernels import cuda_args
+from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes
+from q27app.kernels.memory import CudaBuffer
+
+BLOCK_TILES, NARROW_TOKENS, ROW_PAD = 8, 64, 8
+
+
+def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what: str) -> None:
+    if not isinstance(weight, CudaWeight) or weight.paired != paired and what != "head":
+        raise Q27Error(f"{what}: the weight is not a row list for this stage.")
+    if weight.shape[1] != width_in or weight.shape[0] != width_out:
+        raise Q27Error(f"{what}: weight {list(weight.shape)}, expected [{width_out}, {width_in}].")
+
+
+class LinearStages:
+    """project, add_linear, gate_up, head, mtp_input of a backend; owns no memory."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    def project(self, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
+        _check(weight, x.shape[1], y.shape[1], False, "project")
+        self._run("project" if norm else "plain", norm, weight, x, y, x.shape[0], 0, y.shape[1])
+
+    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer) -> None:
+        _check(weight, h.shape[1], x.shape[1], False, "add_linear")
+        self._run("add", None, weight, h, x, x.shape[0], 0, x.shape[1])
+
+    def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
+        _check(weight, x.shape[1], 2 * h.shape[1], weight.paired, "gate_up")
+        if weight.paired:
+            self._run("gate_up", norm, weight, x, h, x.shape[0], 0, h.shape[1])
+            return
+        both = self._backend.scratch.wide(x.shape[0], 2 * h.shape[1])
+        self._run("project", norm, weight, x, both, x.shape[0], 0, both.shape[1])
+        args = cuda_args.SiluMul(both.address, h.address, h.shape[1])
+        self._backend.launch("rows", "silu_mul", (x.shape[0],), 256, 0, args)
+
+    def logits(self, weight: CudaWeight, final: CudaBuffer, logit_rows: int, count: int, logits: CudaBuffer) -> None:
+        """logits [count, vocab] = final[logit_rows] W^T; logit_rows: device address of int32 [count]."""
+        _check(weight, final.shape[1], logits.shape[1], False, "head")
+        self._run("plain", None, weight, final, logits, count, logit_rows, logits.shape[1])
+
+    def _run(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
+             row_map: int, out_rows: int) -> None:
+        if self._backend.is_prefill:
+            self._tiles("plain" if stage == "project" else stage, norm, weight, x, out, rows, row_map, out_rows)
+            return
+        most = 16 if self._backend.device.card.is_wide else 8
+        for start in range(0, rows, most):
+            self._rows(stage, norm, weight, x, out, start, min(most, rows - start), row_map, out_rows)
+
+    def _rows(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, start: int,
+              rows: int, row_map: int, out_rows: int) -> None:
+        backend, card = self._backend, self._backend.device.card
+        args = cuda_args.LinearRows()
+        args.weights, args.block_tiles = weight.address, weight.block_tiles
+        args.x, args.row_map = (x.address, row_map + 4 * start) if row_map else (x.row(start), 0)
+        args.norm, args.eps = (norm.address, backend.eps) if norm else (0, 0.0)
+        args.out, args.partial, args.counters = out.row(start), backend.scratch.partial, backend.scratch.counters
+        args.segments, args.num_segments, args.num_tiles = weight.segment_args(), len(weight.segments), weight.num_tiles
+        args.rows, args.cols, args.units, args.wrap, args.splits = rows, weight.shape[1], weight.units, weight.wrap, weight.splits
+        args.x_stride, args.out_stride, args.out_rows = x.shape[1], out.shape[1], out_rows
+        wide = rows > 8
+        shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide)
+        backend.launch("linear_rows", f"linear_rows_{stage}_{16 if wide else 8}", (weight.groups * weight.splits,), 256, shared, args)
+
+    def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
+               row_map: int, out_rows: int) -> None:
+        if not rows:
+            return
+        backend = self._backend
+        padded = weight.activation_units * UNIT_COLS
+        halves, inverse = backend.scratch.halves(rows, padded)
+        backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
+            x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps),
+            dependent=False)
+        defines = backend.device.card.linear_tiles_defines()
+        wide = rows > NARROW_TOKENS
+        tokens = defines["WIDE_TOKENS"] if wide else NARROW_TOKENS
+        unit = max(segment.tile_bytes // weight.units for segment in weight.segments)
+        shared = defines["TILE_STAGES"] * (BLOCK_TILES * unit + tokens * (UNIT_COLS + ROW_PAD) * 2)
+        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, weight.segment_args(), len(weight.segments),
+                                     rows, weight.units, weight.wrap, padded, out.shape[1], out_rows)
+        blocks = sum(-(-segment.num_tiles // BLOCK_TILES) for segment in weight.segments)
+        backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}", (-(-rows // tokens), blocks), 256,
+                       shared, args, dependent=False)
+
+    # rows in and out
+
+    def embed(self, weight: CudaWeight, tokens: int, x: CudaBuffer) -> None:
+        args = self._embed_args(weight, tokens, x.shape[1])
+        args.out = x.address
+        self._backend.launch("rows", "embed", (x.shape[0],), 256, 0, args)
+
+    def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, tokens: int,
+                  hidden: CudaBuffer, x: CudaBuffer) -> None:
+        width = hidden.shape[1]
+        joined = self._backend.scratch.wide(x.shape[0], 2 * width)
+        args = self._embed_args(embed, tokens, width)
+        args.norm, args.hidden, args.hidden_norm, args.out = enorm.address, hidden.address, hnorm.address, joined.address
+        self._backend.launch("rows", "mtp_rows", (x.shape[0],), 256, 0, args)
+        self.project(None, weight, joined, x)
+
+    def _embed_args(self, weight: CudaWeight, tokens: int, width: int) -> cuda_args.Embed:
+        if len(weight.segments) != 1 or weight.paired or weight.shape[1] != width:
+            raise Q27Error(f"embedding {list(weight.shape)}, expected one matrix of {width} columns.")
+        segment = weight.segments[0]
+        args = cuda_args.Embed()
+        args.weights, args.tokens, args.kind, args.tile_bytes = weight.address, tokens, segment.kind, segment.tile_bytes
+        args.vocab, args.width, args.eps, args.wrap_units = weight.shape[0], width, self._backend.eps, weight.wrap
+        return args
+
+    def final_norm(self, norm: CudaVector, x: CudaBuffer, final: CudaBuffer) -> None:
+        args = cuda_args.FinalNorm(x.address, norm.address, final.address, x.shape[1], self._backend.eps)
+        self._backend.launch("rows", "final_norm", (x.shape[0],), 256, 0, args)
+
+
+assert TILE_ROWS == 16

@@ -1,0 +1,113 @@
+"""Launchers that choose tokens, and the one small download of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels import cuda_args
+from q27app.kernels.batch import Sampled, SamplingRows
+from q27app.kernels.memory import CudaBuffer
+
+CHUNKS, MAX_LOGPROBS = 32, 32
+
+
+class Sampler:
+    """sample, accept and result of a backend; owns their small device buffers."""
+
+    def __init__(self, backend, vocab: int, max_rows: int, max_seqs: int) -> None:
+        self._backend, self._device = backend, backend.device
+        self.max_rows, self.max_seqs, self.vocab = max_rows, max_seqs, vocab
+        take = backend.scratch_arena.take
+        self._input_bytes = max_rows * (64 + -(-vocab // 32) * 4) + (1 << 20)
+        self._host = self._device.pinned(self._input_bytes)
+        self._input = take(self._input_bytes)
+        self._work = take(max_rows * vocab * 4)
+        self._part_best, self._part_top = take(max_rows * CHUNKS * 8), take(max_rows * CHUNKS * 8)
+        self._out = take(8 * max_rows + 4 * max_seqs)
+        self._logprobs, self._logprob_ids = take(max_rows * 33 * 4), take(max_rows * MAX_LOGPROBS * 4)
+        self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
+        self._event = None
+
+    @property
+    def tokens(self) -> int:
+        return self._out
+
+    @property
+    def accepted(self) -> int:
+        return self._out + 8 * self.max_rows
+
+    def sample(self, logits: CudaBuffer, rows: SamplingRows) -> None:
+        n = len(rows.temperature)
+        if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
+            raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
+        self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
+        self._accepted_valid = False
+        args = self._upload(rows, n)
+        args.logits, args.n, args.vocab = logits.address, n, self.vocab
+        args.part_best, args.part_top = self._part_best, self._part_top
+        args.tokens, args.margins = self._out, self._out + 4 * self.max_rows
+        args.logprobs, args.logprob_ids = self._logprobs, self._logprob_ids
+        drawn = bool((np.asarray(rows.temperature) > 0).any())
+        penalized = len(rows.penalty_ids) > 0
+        launch = self._backend.launch
+        if drawn or penalized or rows.masks is not None:
+            args.work = self._work
+            launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args, dependent=False)
+        if penalized:
+            launch("sample", "sample_penalize", (n,), 256, 0, args, dependent=False)
+        launch("sample", "sample_scan", (CHUNKS, n), 256, 0, args, dependent=False)
+        launch("sample", "sample_pick", (n,), 256, 0, args, dependent=False)
+        if drawn:
+            launch("sample", "sample_draw", (n,), 1024, 0, args, dependent=False)
+        if (self._num_logprobs >= 0).any():
+            launch("sample", "sample_logprobs", (n,), 1024, 0, args, dependent=False)
+
+    def _upload(self, rows: SamplingRows, n: int) -> cuda_args.Sample:
+        """All parameter arrays in one copy."""
+        if self._event is not None and not self._device.is_recording:
+            self._device.wait(self._event)
+            self._event = None
+        args, end = cuda_args.Sample(), 0
+        arrays = {
+            "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
+            "top_k": (rows.top_k, np.int32), "top_p": (rows.top_p, np.float32), "min_p": (rows.min_p, np.float32),
+            "presence": (rows.presence, np.float32), "frequency": (rows.frequency, np.float32),
+            "penalty_starts": (rows.penalty_starts, np.int32), "penalty_ids": (rows.penalty_ids, np.int32),
+            "penalty_counts": (rows.penalty_counts, np.int32), "num_logprobs": (rows.num_logprobs, np.int32),
+        }
+        if rows.masks is not None:
+            arrays["masks"] = (rows.masks, np.uint32)
+            args.mask_words = rows.masks.shape[1]
+        for name, (values, dtype) in arrays.items():
+            data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
+            if end + data.size > self._input_bytes:
+                raise Q27Error(f"sampling parameters of {n} rows need more than {self._input_bytes} bytes.")
+            self._host[end:end + data.size] = data
+            setattr(args, name, self._input + end)
+            end += -(-data.size // 16) * 16
+        self._device.upload_pinned(self._input, self._host[:max(end, 16)])
+        if not self._device.is_recording:
+            self._event = self._device.mark()
+        return args
+
+    def accept(self) -> None:
+        backend, batch = self._backend, self._backend.batch
+        args = cuda_args.Accept(self._out, backend.area.at("tokens"), backend.area.at("row_starts"), backend.area.at("logit_rows"),
+                                self.accepted, batch.num_seqs, self._rows)
+        backend.launch("accept", "accept", (1,), 256, 0, args, dependent=False)
+        self._accepted_valid = True
+
+    def result(self, num_seqs: int) -> Sampled:
+        n, most = self._rows, self.max_rows
+        words = self._device.download(self._out, 8 * most + 4 * self.max_seqs).view(np.int32)
+        accepted = words[2 * most:2 * most + num_seqs].copy() if self._accepted_valid else np.ones(num_seqs, np.int32)
+        tokens, margins = words[:n].copy(), words[most:most + n].view(np.float32).copy()
+        logprobs: list = [None] * n
+        if (self._num_logprobs >= 0).any():
+            values = self._device.download(self._logprobs, n * 33 * 4).view(np.float32).reshape(n, 33)
+            ids = self._device.download(self._logprob_ids, n * MAX_LOGPROBS * 4).view(np.int32).reshape(n, MAX_LOGPROBS)
+            for row, count in enumerate(np.minimum(self._num_logprobs, MAX_LOGPROBS)):
+                if count >= 0:
+                    logprobs[row] = (float(values[row, 0]), ids[row, :count].copy(), values[row, 1:1 + count].copy())
+        return Sampled(tokens, margins, accepted, logprobs)

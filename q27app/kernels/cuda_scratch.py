@@ -1,0 +1,60 @@
+"""Scratch memory of the stages, allocated once for the largest pass and reused by every layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels.cuda_mixers import ATTEND_ROWS, max_cuts
+from q27app.kernels.memory import Arena, CudaBuffer
+
+
+class Scratch:
+    """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row."""
+
+    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, num_delta_layers: int, max_seqs: int,
+                 partial_bytes: int, num_counters: int, halves_width: int, wide_width: int) -> None:
+        self.max_rows, self._halves_width = max_rows, halves_width
+        heads, dim = geometry.num_heads, geometry.head_dim
+        self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
+        self._value_heads = geometry.delta_value_heads
+        self._query_row = heads * dim
+        self.max_splits = max_cuts(card, num_blocks)
+        self.partial = arena.take(partial_bytes)
+        self.counters = arena.take_zeros(4 * num_counters)
+        self.delta_counters = arena.take_zeros(4 * max(1, num_delta_layers) * max_seqs * geometry.delta_key_heads)
+        self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
+        self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
+        self.part_ml = arena.take(ATTEND_ROWS * self.max_splits * heads * 8)
+        self.part_o = arena.take(ATTEND_ROWS * self.max_splits * heads * dim * 4)
+        self._halves = arena.take(max_rows * halves_width * 2)
+        self._inverse = arena.take(max_rows * 4)
+        shared = max(max_rows * (self._channels + 2 * self._value_heads) * 4 + 256, max_rows * (self._query_row * 2 + heads * 4) + 256,
+                     max_rows * wide_width * 4)
+        self._shared, self._shared_bytes = arena.take(shared), shared
+
+    def _check(self, rows: int) -> None:
+        if rows > self.max_rows:
+            raise Q27Error(f"a pass of {rows} rows, scratch was allocated for {self.max_rows}.")
+
+    def halves(self, rows: int, width: int) -> tuple[int, int]:
+        """fp16 rows [rows, width], float32 [rows]."""
+        self._check(rows)
+        assert width <= self._halves_width, (width, self._halves_width)
+        return self._halves, self._inverse
+
+    def channels(self, rows: int) -> tuple[int, int]:
+        """float32 [rows, channels], float32 [rows, value heads, 2]."""
+        self._check(rows)
+        return self._shared, self._shared + -(-rows * self._channels * 4 // 256) * 256
+
+    def queries(self, rows: int) -> tuple[int, int]:
+        """fp16 [rows, heads, head_dim], float32 [rows, heads]."""
+        self._check(rows)
+        return self._shared, self._shared + -(-rows * self._query_row * 2 // 256) * 256
+
+    def wide(self, rows: int, width: int) -> CudaBuffer:
+        """float32 [rows, width] for a joined or ungated row."""
+        self._check(rows)
+        assert rows * width * 4 <= self._shared_bytes, (rows, width)
+        return CudaBuffer(self._shared, (rows, width), np.dtype(np.float32), "wide")

@@ -1,0 +1,102 @@
+"""What belongs to sequences on the device: slots of recurrent state, and blocks of keys and values.
+
+slot:   [delta layer][value head][value dim][key dim] f32, then [delta layer][window row][channel] f32, then [hidden] f32
+block:  [kv layer]([kv head][64][head dim] keys, the same of values), in the KV format's bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from q27app.errors import Q27Error, UsageError
+from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.kv_formats import kv_format as find_format
+
+KV_FORMAT_CODES = {"fp16": 0, "fp8": 1}
+
+
+class CudaState:
+    """See `backend.State`. Owned by the engine thread."""
+
+    def __init__(self, backend, geometry, num_delta_layers: int, num_kv_layers: int, kv_format: str, num_slots: int,
+                 num_blocks: int, max_record_rows: int) -> None:
+        form = find_format(kv_format)
+        card = backend.device.card
+        if form.name not in KV_FORMAT_CODES:
+            raise UsageError(f"KV format {form.name} is not for the GPU.", f"Choose one of {', '.join(KV_FORMAT_CODES)}.")
+        if card.capability < form.min_compute_capability:
+            raise UsageError(f"KV format {form.name} needs compute capability "
+                             f"{'.'.join(map(str, form.min_compute_capability))}, this card is used as "
+                             f"{card.capability[0]}.{card.capability[1]}.", "Choose fp16.")
+        if min(num_slots, num_blocks) < 1:
+            raise Q27Error(f"{num_slots} slots and {num_blocks} blocks, expected at least one of each.")
+        self._device = backend.device
+        self.geometry, self.kv_format = geometry, form.name
+        self.num_slots, self.num_blocks, self.max_record_rows = num_slots, num_blocks, max_record_rows
+        self.num_delta_layers, self.num_kv_layers = num_delta_layers, num_kv_layers
+        dim, heads = geometry.delta_head_dim, geometry.delta_value_heads
+        self.channels = (2 * geometry.delta_key_heads + heads) * dim
+        self.state_stride = 4 * heads * dim * dim
+        self.window_stride = 4 * (geometry.conv_width - 1) * self.channels
+        self.window_offset = num_delta_layers * self.state_stride
+        self.hidden_offset = self.window_offset + num_delta_layers * self.window_stride
+        self.slot_bytes = self.hidden_offset + 4 * geometry.hidden_size
+        row = form.key_row_bytes(geometry.num_kv_heads, geometry.head_dim)
+        row += form.value_row_bytes(geometry.num_kv_heads, geometry.head_dim)
+        self.layer_bytes = BLOCK_POSITIONS * row
+        self.block_bytes = num_kv_layers * self.layer_bytes
+        self.record_row = self.channels + 2 * heads
+        self.slots = self._device.allocate(num_slots * self.slot_bytes)
+        self.blocks = self._device.allocate(max(num_blocks * self.block_bytes, 256))
+        self.record = self._device.allocate(max(num_delta_layers * max_record_rows * self.record_row * 4, 256))
+        for address, size in ((self.slots, num_slots * self.slot_bytes), (self.blocks, num_blocks * self.block_bytes)):
+            self._device.fill(address, size)
+
+    def slot(self, index: int) -> int:
+        if not 0 <= index < self.num_slots:
+            raise Q27Error(f"slot {index} does not exist, expected 0 to {self.num_slots - 1}.")
+        return self.slots + index * self.slot_bytes
+
+    def block(self, index: int) -> int:
+        if not 0 <= index < self.num_blocks:
+            raise Q27Error(f"KV block {index} does not exist, expected 0 to {self.num_blocks - 1}.")
+        return self.blocks + index * self.block_bytes
+
+    def clear_slot(self, slot: int) -> None:
+        self._device.fill(self.slot(slot), self.slot_bytes)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self._device.copy(self.slot(target), self.slot(source), self.slot_bytes)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._device.copy(self.block(target), self.block(source), self.block_bytes)
+
+    def export_slot(self, slot: int) -> np.ndarray:
+        return self._device.download(self.slot(slot), self.slot_bytes)
+
+    def import_slot(self, slot: int, data: np.ndarray) -> None:
+        self._device.upload(self.slot(slot), _bytes(data, (self.slot_bytes,), "a slot"))
+
+    def export_blocks(self, blocks: Sequence[int]) -> np.ndarray:
+        out = np.empty((len(blocks), self.block_bytes), np.uint8)
+        for row, block in zip(out, blocks, strict=True):
+            row[...] = self._device.download(self.block(block), self.block_bytes)
+        return out
+
+    def import_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        data = _bytes(data, (len(blocks), self.block_bytes), f"{len(blocks)} blocks")
+        for row, block in zip(data, blocks, strict=True):
+            self._device.upload(self.block(block), row)
+
+    def release(self) -> None:
+        for address in (self.slots, self.blocks, self.record):
+            self._device.release(address)
+
+
+def _bytes(data: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
+    data = np.ascontiguousarray(data)
+    if data.dtype != np.uint8 or data.shape != shape:
+        raise Q27Error(f"data for {what} is {data.dtype} {list(data.shape)}, expected uint8 {list(shape)}.")
+    return data

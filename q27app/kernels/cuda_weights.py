@@ -1,0 +1,255 @@
+"""Weights on the device: row lists packed for the tensor cores (quant.cuh), and small float32 vectors.
+
+A row list is cut into tiles of 16 rows, numbered through the list; each tensor of the list is one segment. Two tensors of
+one shape and number type are a gate and an up matrix: their tiles alternate, so that a block holds both halves of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from q27app.errors import GpuError, OutOfMemory
+from q27app.kernels import cuda_args
+from q27app.kernels.card import Card
+
+if TYPE_CHECKING:
+    from q27app.weights.container import Tensor
+
+KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
+UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
+UNIT_COLS, TILE_ROWS, WARPS = 64, 16, 8
+VECTOR_COLS = 8
+"""A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
+
+_KINDS = {"Q8_G128": (KIND_Q8, 128), "Q4_G64": (KIND_Q4, 64)}
+SPLIT_CHOICES = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one tensor. offset: bytes from the weight's start; tile_bytes: from one of its tiles to the next."""
+
+    first_tile: int
+    num_tiles: int
+    first_row: int
+    num_rows: int
+    kind: int
+    tile_bytes: int
+    offset: int
+
+    def args(self) -> cuda_args.Segment:
+        return cuda_args.Segment(self.first_tile, self.num_tiles, self.first_row, self.num_rows, self.kind,
+                                 self.tile_bytes, self.offset)
+
+
+@dataclass(frozen=True)
+class CudaVector:
+    """Float32 numbers as they stand in the container."""
+
+    shape: tuple[int, ...]
+    address: int
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * int(np.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class CudaWeight:
+    """A packed row list. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
+    matrices are a high and a low half side by side), 0 = never. splits, groups: how the row family shares it out."""
+
+    shape: tuple[int, int]
+    nbytes: int
+    address: int
+    segments: tuple[Segment, ...]
+    units: int
+    wrap: int
+    paired: bool
+    splits: int
+    groups: int
+    block_tiles: int = field(default=0)
+
+    @property
+    def num_tiles(self) -> int:
+        last = self.segments[-1]
+        return last.first_tile + last.num_tiles
+
+    @property
+    def activation_units(self) -> int:
+        return self.wrap or self.units
+
+    @property
+    def split_units(self) -> int:
+        return -(-self.units // self.splits)
+
+    def segment_args(self):
+        return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
+
+
+def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
+    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
+    defines = card.linear_rows_defines()
+    halves = 2 if wide else 1
+    buffers = 1 if wide else defines["SUM_BUFFERS"]
+    ring = defines["RING_BYTES_16" if wide else "RING_BYTES_8"]
+    fixed = 64 + 2 * 16 * WARPS * 4 + 256 + buffers * WARPS * 2 * halves * 128 * 4
+    return fixed + split_units * 8 * halves * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + WARPS * ring
+
+
+def choose_splits(card: Card, units: int, num_tiles: int, step: int) -> int:
+    """K splits of a matrix on a card: what fits 8 rows and leaves the fewest multiprocessors idle."""
+    best, best_cost = 0, float("inf")
+    for splits in SPLIT_CHOICES:
+        if splits > units or rows_shared_bytes(card, 8, -(-units // splits), False) > card.shared_bytes:
+            continue
+        groups = max(1, card.num_sms // splits)
+        blocks = -(-num_tiles // step)
+        tiles = -(-blocks // min(groups, blocks)) * step
+        cost = tiles * (units / splits) * (1.0 if splits == 1 else 1.03 + 0.01 * splits)
+        if cost < best_cost * 0.999:
+            best, best_cost = splits, cost
+    if not best:
+        raise GpuError(f"A matrix of {units * UNIT_COLS} columns does not fit the card's {card.shared_bytes} bytes of shared memory.")
+    return best
+
+
+def partition(costs: np.ndarray, groups: int, step: int) -> np.ndarray:
+    """int32 [groups + 1]: borders of runs of tiles, multiples of step, of nearly equal cost."""
+    blocks = costs.reshape(-1, step).sum(axis=1)
+    groups = max(1, min(groups, len(blocks)))
+    ends = np.concatenate([[0], np.cumsum(blocks)])
+    wanted = ends[-1] * np.arange(groups + 1) / groups
+    borders = np.searchsorted(ends, wanted - 1e-6 * ends[-1])
+    borders = np.maximum.accumulate(borders)
+    borders[0], borders[-1] = 0, len(blocks)
+    return (borders * step).astype(np.int32)
+
+
+def kind_of(tensor: "Tensor") -> tuple[int, int]:
+    """(kind, columns of a scale group) that a tensor is packed as."""
+    return _KINDS.get(tensor.dtype.name, (KIND_F16, 0))
+
+
+def plan_segments(tensors: Sequence["Tensor"], units: int, paired: bool) -> tuple[tuple[Segment, ...], int]:
+    """Segments of a row list and its bytes."""
+    segments, tile, row, offset = [], 0, 0, 0
+    if paired:
+        kind, _ = kind_of(tensors[0])
+        tiles, tile_bytes = 2 * -(-tensors[0].rows // TILE_ROWS), units * UNIT_BYTES[kind]
+        return (Segment(0, tiles, 0, tensors[0].rows, kind, tile_bytes, 0),), tiles * tile_bytes
+    for tensor in tensors:
+        kind, _ = kind_of(tensor)
+        tiles, tile_bytes = -(-tensor.rows // TILE_ROWS), units * UNIT_BYTES[kind]
+        segments.append(Segment(tile, tiles, row, tensor.rows, kind, tile_bytes, offset))
+        tile, row, offset = tile + tiles, row + tensor.rows, offset + tiles * tile_bytes
+    return tuple(segments), offset
+
+
+class Loader:
+    """Packs tensors on the device through a bounded staging buffer, while the next piece is being read."""
+
+    PIECE_BYTES = 32 << 20
+
+    def __init__(self, backend) -> None:
+        self._backend, self._device = backend, backend.device
+        self._staging = [self._device.allocate(self.PIECE_BYTES + (1 << 20)) for _ in range(2)]
+        self._host = [self._device.pinned(self.PIECE_BYTES + (1 << 20)) for _ in range(2)]
+        self._events = [None, None]
+        self._turn = 0
+
+    def load(self, tensors: Sequence["Tensor"]) -> CudaWeight | CudaVector:
+        first = tensors[0]
+        if len(tensors) == 1 and first.dtype.name == "F32" and (len(first.shape) == 1 or first.cols <= VECTOR_COLS):
+            return self._vector(first)
+        self._check(tensors)
+        cols = first.cols
+        wrap = -(-cols // UNIT_COLS) if all(tensor.dtype.name == "F32" for tensor in tensors) else 0
+        units = 2 * wrap or -(-cols // UNIT_COLS)
+        paired = len(tensors) == 2 and first.shape == tensors[1].shape and first.dtype == tensors[1].dtype
+        segments, nbytes = plan_segments(tensors, units, paired)
+        card, step = self._device.card, 2 if paired else 1
+        num_tiles = segments[-1].first_tile + segments[-1].num_tiles
+        splits = 1 if wrap else choose_splits(card, units, num_tiles, step)
+        if wrap and rows_shared_bytes(card, 8, wrap, False) > card.shared_bytes:
+            raise GpuError(f"{first.name} is F32 with {cols} columns, too many for the GPU.", "Convert with --tier f16.")
+        costs = np.concatenate([np.full(s.num_tiles, s.tile_bytes, np.float64) for s in segments])
+        borders = partition(costs, card.num_sms // splits, step)
+        try:
+            address = self._backend.weights_arena.take(nbytes + 4096)
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{first.name}: {error.message}", error.hint) from error
+        block_tiles = self._backend.weights_arena.take(borders.nbytes)
+        self._device.upload(block_tiles, borders)
+        for index, tensor in enumerate(tensors):
+            segment = segments[0] if paired else segments[index]
+            stride = segment.tile_bytes * (2 if paired else 1)
+            self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
+        weight = CudaWeight((sum(tensor.rows for tensor in tensors), cols), nbytes, address, segments, units, wrap, paired,
+                            splits, len(borders) - 1, block_tiles)
+        self._backend.reserve_for(weight)
+        return weight
+
+    def _check(self, tensors: Sequence["Tensor"]) -> None:
+        names, kinds = {tensor.dtype.name for tensor in tensors}, [tensor.name for tensor in tensors]
+        if len({tensor.cols for tensor in tensors}) != 1 or len(tensors) > cuda_args.MAX_SEGMENTS:
+            raise GpuError(f"{', '.join(kinds)}: expected at most {cuda_args.MAX_SEGMENTS} matrices of equal columns.")
+        if "F32" in names and len(names) > 1:
+            raise GpuError(f"{', '.join(kinds)} mix F32 with {', '.join(sorted(names - {'F32'}))}.", "Convert with --tier f16.")
+        if tensors[0].cols % 4:
+            raise GpuError(f"{kinds[0]} has {tensors[0].cols} columns, expected a multiple of 4.")
+
+    def _vector(self, tensor: "Tensor") -> CudaVector:
+        values = np.ascontiguousarray(tensor.values(), np.float32)
+        address = self._backend.weights_arena.take(values.nbytes)
+        self._device.upload(address, values)
+        return CudaVector(tuple(tensor.shape), address)
+
+    def _pack(self, tensor: "Tensor", target: int, stride: int, units: int, wrap: int) -> None:
+        kind, group_cols = kind_of(tensor)
+        name = tensor.dtype.name
+        exact = name in ("F16", "F32") or kind != KIND_F16
+        row_bytes = tensor.data.shape[1] if exact else 2 * tensor.cols
+        groups = tensor.scales.shape[1] if tensor.scales is not None and exact else 0
+        step = max(TILE_ROWS, self.PIECE_BYTES // (row_bytes + 2 * groups) // TILE_ROWS * TILE_ROWS)
+        if TILE_ROWS * (row_bytes + 2 * groups) > self.PIECE_BYTES:
+            raise GpuError(f"{tensor.name} has rows of {row_bytes} bytes, too long to load.")
+        for start in range(0, tensor.rows, step):
+            stop = min(start + step, tensor.rows)
+            data, scales = self._send(tensor, start, stop, exact, groups)
+            for part in (1, 2) if wrap else (0,):
+                tiles = target + start // TILE_ROWS * stride + (wrap * UNIT_BYTES[KIND_F16] if part == 2 else 0)
+                args = cuda_args.Repack(data, scales, tiles, stride, kind, stop - start, tensor.cols, wrap or units, row_bytes,
+                                        groups, group_cols or 1, part)
+                self._backend.launch("repack", "repack", (wrap or units, -(-(stop - start) // TILE_ROWS)), 32, 0, args)
+            self._events[self._turn] = self._device.mark()
+            self._turn ^= 1
+
+    def _send(self, tensor: "Tensor", start: int, stop: int, exact: bool, groups: int) -> tuple[int, int]:
+        """Rows start .. stop into the staging buffer whose turn it is: addresses of codes and scales."""
+        turn = self._turn
+        if self._events[turn] is not None:
+            self._device.wait(self._events[turn])
+            self._events[turn] = None
+        rows = tensor.data[start:stop] if exact else tensor.values(start, stop).astype(np.float16).view(np.uint8)
+        host, size = self._host[turn], rows.nbytes
+        host[:size].reshape(rows.shape)[...] = rows
+        offset = -(-size // 256) * 256
+        end = size
+        if groups:
+            scales = tensor.scales[start:stop].view(np.uint8)
+            end = offset + scales.nbytes
+            host[offset:end].reshape(scales.shape)[...] = scales
+        self._device.upload_pinned(self._staging[turn], host[:end])
+        return self._staging[turn], self._staging[turn] + offset if groups else 0
+
+    def close(self) -> None:
+        """Give the staging memory back once nothing more is loaded."""
+        self._device.synchronize()
+        for address in self._staging:
+            self._device.release(address)
+        self._staging, self._host = [], []

@@ -1,0 +1,37 @@
+"""CUDA graphs: what a function launches on the stream, recorded once and replayed without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Graph:
+    """A recorded pass. Calling it launches the whole; `num_nodes` says of how many parts."""
+
+    def __init__(self, driver: Any, check: Callable[[tuple], Any], stream: Any, graph: Any) -> None:
+        self._driver, self._check, self._stream = driver, check, stream
+        count = check(driver.cuGraphGetNodes(graph))
+        self.num_nodes = int(count[-1] if isinstance(count, list) else count)
+        self._executable = check(driver.cuGraphInstantiate(graph, 0))
+        check(driver.cuGraphDestroy(graph))
+
+    @classmethod
+    def capture(cls, driver: Any, check: Callable[[tuple], Any], stream: Any, run: Callable[[], None]) -> "Graph":
+        """Record `run`. Everything it launches must be loaded, and nothing may be allocated meanwhile."""
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver.cuStreamBeginCapture(stream, mode))
+        try:
+            run()
+        except BaseException:
+            driver.cuStreamEndCapture(stream)
+            raise
+        return cls(driver, check, stream, check(driver.cuStreamEndCapture(stream)))
+
+    def __call__(self) -> None:
+        self._check(self._driver.cuGraphLaunch(self._executable, self._stream))
+
+    def close(self) -> None:
+        if self._executable is not None:
+            self._check(self._driver.cuGraphExecDestroy(self._executable))
+            self._executable = None

@@ -1,0 +1,243 @@
+"""The device: primary context, one stream, modules, launches. The only owner of CUDA handles.
+
+`Device` is what the backend asks of it; `CudaDevice` answers through PyCUDA (context, memory) and cuda-bindings (modules,
+launches with attributes, graphs) on the same primary context and stream. The test suite has another one on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from q27app.errors import GpuError, OutOfMemory
+from q27app.kernels.card import AMPERE_SHARED, Card, forced_card
+from q27app.kernels.compiler import Compiler, Job
+
+_DRIVER_HINT = "q27app doctor says what is missing."
+
+
+class Device(Protocol):
+    """Addresses are integers. Everything but `download` and `synchronize` may be asynchronous, in order."""
+
+    card: Card
+
+    def free_bytes(self) -> int: ...
+    def allocate(self, nbytes: int) -> int: ...
+    def release(self, address: int) -> None: ...
+    def upload(self, address: int, data: np.ndarray) -> None: ...
+    def download(self, address: int, nbytes: int) -> np.ndarray: ...
+    def copy(self, target: int, source: int, nbytes: int) -> None: ...
+    def fill(self, address: int, nbytes: int) -> None:
+        """Zeros."""
+        ...
+    def prepare(self, jobs: list[Job], progress: Callable[[int, int], None] | None = None) -> None: ...
+    def module(self, job: Job) -> Mapping[str, Any]: ...
+    def launch(self, function: Any, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
+               dependent: bool) -> None: ...
+    def record(self, run: Callable[[], None]) -> Callable[[], None]: ...
+    def pinned(self, nbytes: int) -> np.ndarray: ...
+    def upload_pinned(self, address: int, data: np.ndarray) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class CudaDevice:
+    """One card's primary context. Made, used and closed on one thread."""
+
+    def __init__(self, cache: Path, index: int = 0, nvcc: str | None = None, force_arch: str | None = None,
+                 memory_cap: int | None = None) -> None:
+        try:
+            import pycuda.driver as pycuda
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise GpuError(f"The GPU packages are not installed: {error}.", 'pip install "q27app[cuda13]"') from error
+        self._pycuda, self._driver = pycuda, driver
+        self._closed = False
+        try:
+            pycuda.init()
+            self._device = pycuda.Device(index)
+            self._context = self._device.retain_primary_context()
+            self._context.push()
+        except pycuda.Error as error:
+            raise GpuError(f"The CUDA driver refuses device {index}: {error}.", _DRIVER_HINT) from error
+        attribute, name = pycuda.device_attribute, self._device.name()
+        card = Card(name, tuple(self._device.compute_capability()), self._device.get_attribute(attribute.MULTIPROCESSOR_COUNT),
+                    self._device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+                    self._device.get_attribute(attribute.MAX_THREADS_PER_MULTIPROCESSOR))
+        if card.capability < (8, 0):
+            raise GpuError(f"{name} has compute capability {card.capability[0]}.{card.capability[1]}, expected 8.0 or newer.")
+        self.card = forced_card(card, force_arch)
+        self.compiler = Compiler(cache, self.card.target, nvcc)
+        self._stream = pycuda.Stream()
+        self._handle = driver.CUstream(self._stream.handle)
+        self._allocations: dict[int, Any] = {}
+        self._modules: dict[Job, dict[str, Any]] = {}
+        self._images: list[Any] = []
+        self._copied = driver.CUevent(0)
+        self._copied = self._check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
+        self._capturing = False
+        if memory_cap:
+            self._hold_ballast(memory_cap)
+
+    def _hold_ballast(self, cap: int) -> None:
+        """Take memory away so that at most `cap` bytes of the card are in use by everybody else, this process included."""
+        free, total = self._pycuda.mem_get_info()
+        spare = total - cap
+        if spare <= 0:
+            return
+        if spare > free:
+            raise OutOfMemory(f"The memory cap of {cap} bytes leaves less than nothing: {free} of {total} bytes are free.")
+        self.allocate(spare)
+
+    def _check(self, result: tuple) -> Any:
+        code, *values = result
+        if int(code) != 0:
+            _, name = self._driver.cuGetErrorName(code)
+            _, text = self._driver.cuGetErrorString(code)
+            raise GpuError(f"CUDA error {int(code)} ({(name or b'?').decode()}): {(text or b'').decode()}.",
+                           "Restart the daemon; if it comes back, q27app doctor.")
+        return values[0] if len(values) == 1 else values
+
+    def free_bytes(self) -> int:
+        return int(self._pycuda.mem_get_info()[0])
+
+    def allocate(self, nbytes: int) -> int:
+        try:
+            allocation = self._pycuda.mem_alloc(max(nbytes, 256))
+        except self._pycuda.MemoryError as error:
+            raise OutOfMemory(f"{nbytes} bytes are needed on the GPU and {self.free_bytes()} are free.",
+                              "Use a smaller context, fewer slots or a smaller tier.") from error
+        self._allocations[int(allocation)] = allocation
+        return int(allocation)
+
+    def release(self, address: int) -> None:
+        self._allocations.pop(address).free()
+
+    def upload(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        for start in range(0, data.size, self._staging.size):
+            piece = data[start:start + self._staging.size]
+            self.synchronize()
+            self._staging[:piece.size] = piece
+            self.upload_pinned(address + start, self._staging[:piece.size])
+        self.synchronize()
+
+    def upload_pinned(self, address: int, data: np.ndarray) -> None:
+        self._check(self._driver.cuMemcpyHtoDAsync(address, data.ctypes.data, data.nbytes, self._handle))
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return self._pycuda.pagelocked_empty(nbytes, np.uint8)
+
+    def download(self, address: int, nbytes: int) -> np.ndarray:
+        out = np.empty(nbytes, np.uint8)
+        for start in range(0, nbytes, self._staging.size):
+            count = min(self._staging.size, nbytes - start)
+            self._check(self._driver.cuMemcpyDtoHAsync(self._staging.ctypes.data, address + start, count, self._handle))
+            self.synchronize()
+            out[start:start + count] = self._staging[:count]
+        return out
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._check(self._driver.cuMemcpyDtoDAsync(target, source, nbytes, self._handle))
+
+    def fill(self, address: int, nbytes: int) -> None:
+        self._check(self._driver.cuMemsetD8Async(address, 0, nbytes, self._handle))
+
+    def mark(self) -> Any:
+        """An event after everything so far; `wait` makes the host wait for it."""
+        event = self._check(self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._check(self._driver.cuEventRecord(event, self._handle))
+        return event
+
+    def wait(self, event: Any) -> None:
+        self._check(self._driver.cuEventSynchronize(event))
+        self._check(self._driver.cuEventDestroy(event))
+
+    @property
+    def is_recording(self) -> bool:
+        return self._capturing
+
+    def prepare(self, jobs: list[Job], progress: Callable[[int, int], None] | None = None) -> None:
+        self.compiler.build(jobs, progress)
+
+    def module(self, job: Job) -> Mapping[str, Any]:
+        """Functions of a source by name; loaded once, with the card's full shared memory allowed."""
+        if job not in self._modules:
+            image = self.compiler.get(job)
+            if self.card.forced:
+                image += b"\0"
+            module = self._check(self._driver.cuModuleLoadData(image))
+            self._images.append((module, image))
+            count = self._check(self._driver.cuModuleGetFunctionCount(module))
+            functions = {}
+            for function in self._check(self._driver.cuModuleEnumerateFunctions(count, module)):
+                name = self._check(self._driver.cuFuncGetName(function)).decode()
+                self._allow_shared(function, name)
+                functions[name] = function
+            self._modules[job] = functions
+        return self._modules[job]
+
+    def _allow_shared(self, function: Any, name: str) -> None:
+        attribute = self._driver.CUfunction_attribute
+        static = self._check(self._driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        if static > self.card.shared_bytes:
+            raise GpuError(f"{name} takes {static} bytes of shared memory, the limit here is {self.card.shared_bytes}.")
+        self._check(self._driver.cuFuncSetAttribute(
+            function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.card.shared_bytes - static))
+
+    def launch(self, function: Any, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
+               dependent: bool) -> None:
+        driver = self._driver
+        assert shared <= self.card.shared_bytes and block <= 1024, (shared, block)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self._handle
+        if dependent and self.card.has_dependent_launch:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        else:
+            config.numAttrs = 0
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self._check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What `run` launches, as a graph. `graph.Graph` is the replay."""
+        from q27app.kernels.graph import Graph
+
+        self._capturing = True
+        try:
+            return Graph.capture(self._driver, self._check, self._handle, run)
+        finally:
+            self._capturing = False
+
+    def synchronize(self) -> None:
+        self._check(self._driver.cuStreamSynchronize(self._handle))
+
+    def close(self) -> None:
+        """Give everything back. The context itself belongs to the process and is released, not destroyed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.synchronize()
+        for module, _ in self._images:
+            self._driver.cuModuleUnload(module)
+        self._driver.cuEventDestroy(self._copied)
+        for allocation in self._allocations.values():
+            allocation.free()
+        self._allocations.clear()
+        self._modules.clear()
+        self._staging = np.empty(0, np.uint8)
+        del self._stream
+        self._context.pop()
+        self._context.detach()
+
+
+assert AMPERE_SHARED < 100 * 1024

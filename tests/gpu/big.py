@@ -1,0 +1,146 @@
+"""The 27B's speed on a card: q4s matrices of random codes, one layer of each kind loaded and copied to 64 places."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.cuda_weights import CudaWeight
+from q27app.model.forward import Model
+from q27app.model.weights import AttentionLayer, DeltaLayer, ModelWeights, bind_weights, expected_shapes
+from q27app.weights.container import Tensor
+from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128, row_bytes, scales_per_row
+from tests.kernels.made import MadeContainer, make_batch
+from tests.model.geometry import config_27b
+
+
+def random_tensor(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Natural scale, number type as in q4s."""
+    rows, cols = shape if len(shape) == 2 else (1, shape[0])
+    if len(shape) == 1 or "conv1d" in name:
+        values = 1 + 0.1 * random.standard_normal(shape)
+        if "ssm_a" in name:
+            values = -np.abs(values)
+        return Tensor(name, F32, shape, values.astype(np.float32).view(np.uint8).reshape(rows, -1))
+    if "ssm_alpha" in name or "ssm_beta" in name:
+        values = random.standard_normal(shape, np.float32) / np.float32(np.sqrt(cols))
+        return Tensor(name, F16, shape, values.astype(np.float16).view(np.uint8))
+    wide = any(part in name for part in ("token_embd", "attn_k", "attn_v", "blk.64", "nextn"))
+    dtype, spread = (Q8_G128, 73.0) if wide else (Q4_G64, 4.6)
+    size = rows * row_bytes(dtype, cols)
+    pool = np.frombuffer(random.bytes(min(size, 1 << 24)), np.uint8)
+    data = np.resize(pool, size).reshape(rows, -1)
+    scales = np.full((rows, scales_per_row(dtype, cols)), 1 / (spread * np.sqrt(cols)), np.float16)
+    return Tensor(name, dtype, shape, data, scales)
+
+
+def clone(backend: CudaBackend, value):
+    """The same weights at another place in memory."""
+    if isinstance(value, CudaWeight):
+        address = backend.weights_arena.take(value.nbytes + 4096)
+        backend.device.copy(address, value.address, value.nbytes)
+        return replace(value, address=address)
+    if hasattr(value, "__dataclass_fields__") and hasattr(value, "norm"):
+        return replace(value, **{name: clone(backend, getattr(value, name)) for name in value.__dataclass_fields__})
+    return value
+
+
+def build(device, max_rows: int) -> Model:
+    full = config_27b()
+    small = replace(full, num_layers=4, layer_kinds=full.layer_kinds[:4])
+    random = np.random.default_rng(1)
+    backend = CudaBackend(device)
+    tensors = {name: random_tensor(random, name, shape) for name, shape in expected_shapes(small).items()}
+    weights = bind_weights(backend, small, MadeContainer(tensors), None)
+    delta = next(layer for layer in weights.layers if isinstance(layer, DeltaLayer))
+    attention = next(layer for layer in weights.layers if isinstance(layer, AttentionLayer))
+    layers, counts = list(weights.layers), {"delta": 3, "attention": 1}
+    for kind in full.layer_kinds[4:]:
+        index = counts[kind]
+        counts[kind] += 1
+        layers.append(replace(clone(backend, delta), delta_index=index) if kind == "delta"
+                      else replace(clone(backend, attention), kv_index=index))
+    mtp = replace(weights.mtp, layer=replace(weights.mtp.layer, kv_index=16)) if weights.mtp else None
+    bound = ModelWeights(weights.embed, tuple(layers), weights.final_norm, weights.head, weights.draft_head, mtp)
+    return Model(backend, full, bound, max_rows, 64)
+
+
+def timed(backend: CudaBackend, run, times: int = 20) -> float:
+    """Median milliseconds of `run` in groups of 4, the device's work included."""
+    run()
+    backend.device.synchronize()
+    taken = []
+    for _ in range(max(1, times // 4)):
+        start = time.perf_counter()
+        for _ in range(4):
+            run()
+        backend.device.synchronize()
+        taken.append((time.perf_counter() - start) / 4)
+    return 1000 * float(np.median(taken))
+
+
+def stage_times(model: Model, state, rows: int, line) -> None:
+    """Each stage over the layers that have it, from a graph: us a layer and share of the weights' bandwidth."""
+    backend, scratch, layers = model.backend, model.scratch, model.weights.layers
+    x = model.x.rows(rows)
+    deltas = [layer for layer in layers if isinstance(layer, DeltaLayer)]
+    attentions = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+    h, di, do = scratch.ffn.rows(rows), scratch.delta_in.rows(rows), scratch.delta_out.rows(rows)
+    ai, ao = scratch.attention_in.rows(rows), scratch.attention_out.rows(rows)
+    stages = {
+        "delta project": (deltas, lambda w: backend.project(w.norm, w.project, x, di), lambda w: w.project.nbytes),
+        "delta": (deltas, lambda w: backend.delta(di, w, do), lambda w: 2 * 3145728),
+        "delta out": (deltas, lambda w: backend.add_linear(w.output, do, x), lambda w: w.output.nbytes),
+        "attention project": (attentions, lambda w: backend.project(w.norm, w.project, x, ai), lambda w: w.project.nbytes),
+        "attend": (attentions, lambda w: backend.attend(ai, w, ao), lambda w: 0),
+        "attention out": (attentions, lambda w: backend.add_linear(w.output, ao, x), lambda w: w.output.nbytes),
+        "gate up": (layers, lambda w: backend.gate_up(w.feed_forward.norm, w.feed_forward.gate_up, x, h),
+                    lambda w: w.feed_forward.gate_up.nbytes),
+        "down": (layers, lambda w: backend.add_linear(w.feed_forward.down, h, x), lambda w: w.feed_forward.down.nbytes),
+    }
+    total = 0.0
+    for name, (some, run, size) in stages.items():
+        replay = backend.record(lambda some=some, run=run: [run(w) for w in some])
+        each = timed(backend, replay, 12) * 1000 / len(some)
+        total += each * len(some)
+        line(f"  {name}, {rows} rows", f"{each:7.2f} us x {len(some)}   {size(some[0]) / 1e6:6.1f} MB   {size(some[0]) / each / 1e6:5.2f} TB/s")
+    line(f"  all stages, {rows} rows", f"{total / 1000:.3f} ms")
+
+
+def speed(device, attempt, line) -> None:
+    """Decode of 1, 8, 16 rows near 0 and at 32K, stage by stage; prefill of 2,048 and 8,192."""
+    start = time.perf_counter()
+    model = build(device, 8192)
+    backend = model.backend
+    state = model.allocate_state("fp8", 2, 640, 16)
+    line("27B built", f"{model.weights.nbytes / 1e9:.2f} GB packed, {time.perf_counter() - start:.1f} s, free {device.free_bytes() / 1e9:.1f} GB")
+    table = [list(range(640))]
+
+    def decode(rows: int, position: int, deferred: bool = False):
+        batch = make_batch("verify" if deferred else "decode", [[5] * rows], [position], [0], table, None, deferred)
+        return lambda: model.forward(batch, state, warm_mtp=False)
+
+    for rows, position in ((1, 10), (2, 10), (4, 10), (8, 10), (9, 10), (16, 10), (1, 32000), (8, 32000)):
+        def check(rows=rows, position=position):
+            run = decode(rows, position, rows > 1)
+            run()
+            eager = timed(backend, run, 4)
+            replay = backend.record(run)
+            each = timed(backend, replay)
+            logits = backend.download(model.logit_rows.rows(rows))
+            assert np.isfinite(logits).all(), "logits are not finite"
+            return f"{each:.3f} ms ({1000 / each:.1f} passes/s), {replay.num_nodes} nodes, eager {eager:.1f} ms"
+        attempt(f"decode {rows} rows at {position}", check)
+    for rows in (1, 8):
+        decode(rows, 10, rows > 1)()
+        attempt(f"stages {rows} rows", lambda rows=rows: stage_times(model, state, rows, line) or "done")
+    for rows in (64, 2048, 8192):
+        def prefill(rows=rows):
+            batch = make_batch("prefill", [[5] * rows], [0], [0], table, [rows - 1])
+            each = timed(backend, lambda: model.forward(batch, state, warm_mtp=False), 4)
+            assert np.isfinite(backend.download(model.logit_rows.rows(1))).all()
+            return f"{each:.1f} ms, {1000 * rows / each:.0f} tok/s"
+        attempt(f"prefill {rows}", prefill)

@@ -1,0 +1,174 @@
+"""Checks and figures on a real card: `python -m tests.gpu.checks SECTION ...` (tests/gpu/run.sh runs them all).
+
+Every line is one result; a failed check prints its error and the run goes on, ending with exit code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.launch import CudaDevice
+from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
+from tests.gpu import big
+from tests.kernels import cuda_checks
+from tests.kernels.made import make_batch
+
+CACHE = Path(tempfile.gettempdir()) / "q27app-kernels"
+ROWS, PREFILL = (1, 2, 3, 5, 8, 9, 12, 16), (1, 5, 17, 63, 64, 500)
+BIG_STAGES = {
+    "delta in": ([(10240, Q4_G64), (6144, Q4_G64), (48, F16), (48, F16)], 5120),
+    "attention in": ([(12288, Q4_G64), (1024, Q8_G128), (1024, Q8_G128)], 5120),
+    "out": ([(5120, Q4_G64)], 6144), "out q8": ([(5120, Q8_G128)], 6144),
+    "gate up": ([(17408, Q4_G64)] * 2, 5120), "down": ([(5120, Q4_G64)], 17408),
+}
+"""The 27B's matrices at q4s, and one at Q8."""
+
+failures: list[str] = []
+
+
+def line(name: str, text: str) -> None:
+    print(f"{name:<34} {text}", flush=True)
+
+
+def attempt(name: str, check) -> None:
+    """Run one check; print what it returns or why it failed."""
+    start = time.perf_counter()
+    try:
+        text = check()
+    except Exception as error:  # the table must go on
+        failures.append(name)
+        text = f"FAILED {type(error).__name__}: {str(error)[:300]}"
+        traceback.print_exc(limit=-4)
+    line(name, f"{text}   [{time.perf_counter() - start:.1f} s]")
+
+
+def limited(error: float, limit: float) -> str:
+    if not error < limit:
+        raise AssertionError(f"relative rms {error:.2e}, expected below {limit:.0e}")
+    return f"relative rms {error:.2e}"
+
+
+def open_device(**options) -> CudaDevice:
+    return CudaDevice(CACHE, **options)
+
+
+def stage_state(backend: CudaBackend, cols: int):
+    config = cuda_checks.NANO
+    values = {name: getattr(config, name) for name in config.__dataclass_fields__} | {"hidden_size": cols}
+    return backend.allocate_state(SimpleNamespace(**values), 1, 1, "fp16", 2, 8, 16)
+
+
+def stages(device: CudaDevice) -> None:
+    """Matrix stages at a small size and at the 27B's."""
+    for mix, spec in cuda_checks.MIXES.items():
+        def small(spec=spec):
+            backend = CudaBackend(device)
+            backend.empty((512, 640), "float32", "x")
+            stage = cuda_checks.Stage(backend, spec, 640, 1)
+            state = stage_state(backend, 640)
+            rows = cuda_checks.check_linear(backend, state, stage, "decode", ROWS)
+            tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL)
+            return limited(max(rows, tiles), 1e-3 if stage.is_pair else 5e-4)
+        attempt(f"stage {mix}, 640 columns", small)
+    for name, (spec, cols) in BIG_STAGES.items():
+        def large(spec=spec, cols=cols):
+            backend = CudaBackend(device)
+            backend.empty((512, cols), "float32", "x")
+            stage = cuda_checks.Stage(backend, spec, cols, 2)
+            state = stage_state(backend, cols)
+            rows = cuda_checks.check_linear(backend, state, stage, "decode", ROWS)
+            tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL)
+            same = repeat(backend, state, stage)
+            backend.weights_arena.release()
+            return limited(max(rows, tiles), 1e-3 if stage.is_pair else 5e-4) + f", {same}, splits {stage.weight.splits}"
+        attempt(f"stage {name} of the 27B", large)
+
+
+def repeat(backend: CudaBackend, state, stage: cuda_checks.Stage, times: int = 200) -> str:
+    """The same launch many times: the same bits."""
+    x = backend.upload(np.random.default_rng(5).standard_normal((8, stage.cols)).astype(np.float32))
+    width = len(stage.values) // (2 if stage.is_pair else 1)
+    backend.begin(make_batch("decode", [[0] * 8], [0], [0], [[0]]), state)
+    out = backend.empty((8, width), "float32", "out")
+    first = None
+    for _ in range(times):
+        (backend.gate_up if stage.is_pair else backend.project)(stage.norm, stage.weight, x, out)
+        bits = backend.download(out)
+        first = bits if first is None else first
+        if not np.array_equal(first, bits):
+            raise AssertionError("the same launch gave other bits")
+    return f"{times} times the same bits"
+
+
+def models(device: CudaDevice) -> None:
+    """Whole small models through prefill, decode, verify, commit and drafts."""
+    nano = replace(cuda_checks.NANO, hidden_size=512, intermediate_size=1024, vocab_size=2000)
+    for kv_format, dtype, limit in (("fp16", F16, 2e-3), ("fp8", F16, 3e-2), ("fp16", Q4_G64, 2e-3)):
+        def run(kv_format=kv_format, dtype=dtype, limit=limit):
+            expected, found = cuda_checks.pair_of_lines(device, nano, dtype, kv_format, max_rows=512, blocks=32)
+            errors = cuda_checks.check_model(expected, found, prompt=500)
+            worst = max(errors, key=errors.get)
+            return limited(errors[worst], limit) + f" ({worst}); " + " ".join(f"{e:.1e}" for e in errors.values())
+        attempt(f"model {dtype.name} {kv_format}", run)
+    attempt("graph equals eager", lambda: graph_equals_eager(device, nano))
+
+
+def graph_equals_eager(device: CudaDevice, config) -> str:
+    """A recorded step replayed at later positions gives the eager step's bits."""
+    _, lines = cuda_checks.pair_of_lines(device, config, Q4_G64, "fp16", max_rows=512)
+    _, eager = cuda_checks.pair_of_lines(device, config, Q4_G64, "fp16", max_rows=512)
+    tokens = [int(t) for t in np.random.default_rng(1).integers(0, config.vocab_size, 90)]
+    for each in (lines, eager):
+        each.feed(0, tokens[:60], logit_rows=[59])
+        each.feed(0, tokens[60:61], "decode")
+        each.reserve(0, 100)
+    model, backend = lines.model, lines.model.backend
+
+    def batch(step: int):
+        return make_batch("decode", [[tokens[step]]], [step], [0], [lines.tables[0]])
+
+    lines.state.copy_slot(0, 1)
+    replay = backend.record(lambda: model.forward(batch(61), lines.state))
+    lines.state.copy_slot(1, 0)
+    for step in range(61, 90):
+        backend.begin(batch(step), lines.state)
+        replay()
+        found = backend.download(model.logit_rows.rows(1))
+        if not np.array_equal(found, eager.feed(0, tokens[step:step + 1], "decode")):
+            raise AssertionError(f"other bits at position {step}")
+    return f"29 steps, {replay.num_nodes} nodes"
+
+
+SECTIONS = {"stages": stages, "models": models, "speed": big.speed}
+
+
+def main(names: list[str]) -> int:
+    start = time.perf_counter()
+    device = open_device()
+    card = device.card
+    CudaBackend(device)
+    line("card", f"{card.name}, {card.capability}, {card.num_sms} multiprocessors, {card.shared_bytes} bytes of shared memory")
+    line("open and compile", f"{time.perf_counter() - start:.1f} s")
+    for name in names or list(SECTIONS):
+        try:
+            SECTIONS[name](device, *((attempt, line) if name == "speed" else ()))
+        except Exception as error:
+            failures.append(name)
+            traceback.print_exc(limit=-6)
+            line(name, f"FAILED {type(error).__name__}: {str(error)[:300]}")
+    device.close()
+    line("failed", ", ".join(failures) or "nothing")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

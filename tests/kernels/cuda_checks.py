@@ -1,0 +1,161 @@
+"""What the CUDA backend is held against, on any device: made weights, the NumPy backend, the same calls on both.
+
+Used with the emulated device by the CPU suite and with the card's by `tests/gpu`. Each check returns its worst relative rms
+error, or raises where bits must be equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from q27app.kernels import reference
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.numpy_backend import NumpyBackend
+from q27app.model.config import ModelConfig
+from q27app.model.forward import Model
+from q27app.model.weights import bind_weights
+from q27app.weights.codecs import encode
+from q27app.weights.container import Tensor
+from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128, DType
+
+from tests.kernels.made import DEMO, Lines, MadeContainer, dense_tensors, make_batch, relative_error
+
+TENSOR_CORE_TOLERANCE = 5e-4
+"""fp16 activations: 2^-12 relative at most, about 2e-4 rms a product."""
+
+NANO = replace(DEMO, hidden_size=128, intermediate_size=192, vocab_size=200)
+MIXES: dict[str, list[tuple[int, DType]]] = {
+    "q4": [(96, Q4_G64)], "q8": [(80, Q8_G128)], "f16": [(50, F16)], "f32": [(33, F32)],
+    "mix": [(64, Q4_G64), (40, Q8_G128), (48, F16)], "pair": [(40, Q4_G64)] * 2, "unlike pair": [(40, Q4_G64), (40, Q8_G128)],
+}
+"""Row lists: rows and number type of each tensor."""
+
+
+def made_tensor(random: np.random.Generator, name: str, rows: int, cols: int, dtype: DType) -> Tensor:
+    values = (random.standard_normal((rows, cols), np.float32) / np.float32(np.sqrt(cols)))
+    return stored(name, values, dtype)
+
+
+def stored(name: str, values: np.ndarray, dtype: DType) -> Tensor:
+    """The tensor as a container holds it."""
+    if dtype is F32:
+        data = np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(values.shape[0] if values.ndim == 2 else 1, -1)
+        return Tensor(name, F32, values.shape, data)
+    data, scales = encode(values, dtype)
+    return Tensor(name, dtype, values.shape, np.asarray(data), scales)
+
+
+class Stage:
+    """One row list with its norm on a backend, and its float32 values."""
+
+    def __init__(self, backend: CudaBackend, spec: list[tuple[int, DType]], cols: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.backend, self.cols = backend, cols
+        tensors = [made_tensor(random, f"made{i}", rows, cols, dtype) for i, (rows, dtype) in enumerate(spec)]
+        self.values = np.concatenate([tensor.values() for tensor in tensors])
+        self.is_pair = len(spec) == 2
+        self.weight = backend.load(tensors)
+        self.norm_values = (1 + 0.2 * random.standard_normal(cols)).astype(np.float32)
+        self.norm = backend.load([stored("norm", self.norm_values, F32)])
+
+    def run(self, x: np.ndarray) -> tuple[np.ndarray, float]:
+        """(first stage's output, worst error of the stages that take this row list); a batch must have begun."""
+        backend, rows = self.backend, len(x)
+        if self.is_pair:
+            out = backend.upload(np.full((rows, len(self.values) // 2), np.nan, np.float32))
+            backend.gate_up(self.norm, self.weight, backend.upload(x), out)
+            found = backend.download(out)
+            return found, relative_error(found, reference.gate_up(self.norm_values, self.values, x, 1e-6))
+        out = backend.upload(np.full((rows, len(self.values)), np.nan, np.float32))
+        backend.project(self.norm, self.weight, backend.upload(x), out)
+        found = backend.download(out)
+        worst = relative_error(found, reference.project(self.norm_values, self.values, x, 1e-6))
+        start = np.random.default_rng(rows).standard_normal(found.shape).astype(np.float32)
+        out = backend.upload(start)
+        backend.add_linear(self.weight, backend.upload(x), out)
+        return found, max(worst, relative_error(backend.download(out) - start, x @ self.values.T))
+
+
+def rows_with_peaks(random: np.random.Generator, rows: int, cols: int, last: np.ndarray) -> np.ndarray:
+    """Rows of very different size, peaks of 1e6 in some; the last is `last`."""
+    x = (random.standard_normal((rows, cols)) * np.exp(3 * random.standard_normal((rows, 1)))).astype(np.float32)
+    x[::2, 5] = 1e6
+    x[-1] = last
+    return x
+
+
+def check_linear(backend: CudaBackend, state, stage: Stage, phase: str, counts: tuple[int, ...]) -> float:
+    """Every row count against NumPy, and the same row's bits in all of them."""
+    random = np.random.default_rng(7)
+    last, bits, worst = random.standard_normal(stage.cols).astype(np.float32), None, 0.0
+    for rows in counts:
+        x = rows_with_peaks(random, rows, stage.cols, last)
+        lengths = [16] * (rows // 16) + ([rows % 16] if rows % 16 else [])
+        if phase == "prefill":
+            lengths = [rows]
+        batch = make_batch(phase, [[0] * n for n in lengths], [0] * len(lengths), [0] * len(lengths), [[0]] * len(lengths))
+        backend.begin(batch, state)
+        found, error = stage.run(x)
+        assert np.isfinite(found).all(), f"{phase}, {rows} rows: not finite"
+        worst = max(worst, error)
+        bits = found[-1] if bits is None else bits
+        assert np.array_equal(bits, found[-1]), f"{phase}: a row's bits changed with {rows} rows"
+    return worst
+
+
+def model_tensors(config: ModelConfig, dtype: DType, seed: int = 3) -> dict[str, Tensor]:
+    """A dense model's tensors; matrices as dtype, but alpha and beta F16 and the rest F32 as in the tiers."""
+    out = {}
+    for name, made in dense_tensors(config, seed).items():
+        is_matrix = made.array.ndim == 2 and "conv1d" not in name
+        small = "ssm_alpha" in name or "ssm_beta" in name
+        out[name] = stored(name, made.array, (F16 if small and dtype is not F32 else dtype) if is_matrix else F32)
+    return out
+
+
+def bound_model(backend, config: ModelConfig, tensors: dict[str, Tensor], max_rows: int) -> Model:
+    return Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), max_rows, min(max_rows, 64))
+
+
+def pair_of_lines(device, config: ModelConfig, dtype: DType, kv_format: str, max_rows: int = 128, blocks: int = 16) -> tuple[Lines, Lines]:
+    """The same model and sequences on NumPy and on the device."""
+    tensors = model_tensors(config, dtype)
+    expected = Lines(bound_model(NumpyBackend(), config, tensors, max_rows), 4, blocks, kv_format, 64)
+    return expected, Lines(bound_model(CudaBackend(device), config, tensors, max_rows), 4, blocks, kv_format, 64)
+
+
+def check_model(expected: Lines, found: Lines, prompt: int = 70) -> dict[str, float]:
+    """A whole life: prefill, decode, resumed prefill, several rows of two sequences, verify and commit, drafts."""
+    random = np.random.default_rng(0)
+    vocab = found.model.config.vocab_size
+    tokens = [int(t) for t in random.integers(0, vocab, prompt + 40)]
+    errors: dict[str, float] = {}
+
+    def both(name: str, step) -> None:
+        errors[name] = relative_error(step(found), step(expected))
+
+    last = min(prompt, 8)
+    both("prefill", lambda lines: lines.feed(0, tokens[:prompt], "prefill", list(range(prompt - last, prompt))))
+    both("decode", lambda lines: lines.feed(0, tokens[prompt:prompt + 1], "decode"))
+    both("prefill resumed", lambda lines: lines.feed(0, tokens[prompt + 1:prompt + 4]))
+    both("two sequences", lambda lines: lines.feed_many({0: tokens[prompt + 4:prompt + 9], 1: tokens[:3]}, "decode"))
+    both("verify", lambda lines: lines.feed_many({0: tokens[prompt + 9:prompt + 14], 1: tokens[3:6]}, "verify", None, True))
+    for lines in (expected, found):
+        lines.model.backend.commit(np.array([3, 2], np.int32))
+        lines.lengths[0] += 3
+        lines.lengths[1] += 2
+    both("after commit", lambda lines: lines.feed_many({0: tokens[prompt + 12:prompt + 13], 1: tokens[5:6]}, "decode"))
+    if found.model.has_mtp:
+        both("draft", lambda lines: draft(lines, 0, tokens[prompt + 13], first=True))
+        both("second draft", lambda lines: draft(lines, 1, tokens[prompt + 14], first=False))
+    return errors
+
+
+def draft(lines: Lines, step: int, token: int, first: bool) -> np.ndarray:
+    """Logits of one draft step of sequence 0, `step` positions after its end."""
+    position = lines.lengths[0] + step
+    lines.reserve(0, position + 1)
+    batch = make_batch("draft", [[token]], [position], [0], [lines.tables[0]])
+    return lines.model.backend.download(lines.model.draft(batch, lines.state, first))

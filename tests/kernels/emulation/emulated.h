@@ -1,0 +1,246 @@
+// Runs the CUDA sources on a CPU, block by block: every thread is a fiber, barriers and warp exchanges switch fibers.
+// A barrier that not all live threads reach ends the process with a message. Shared memory starts as NaN.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <utility>
+#include <vector>
+using std::max;
+using std::min;
+
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+#define __align__(n) alignas(n)
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Dim { unsigned x = 1, y = 1, z = 1; };
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+constexpr int warpSize = 32;
+
+extern "C" void emulated_switch(void** save, void* load);
+asm(R"(
+.text
+.type emulated_switch,@function
+emulated_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace emulated {
+struct Fiber { void* sp; Dim index; bool done; };
+struct Warp { uint64_t words[32][8]; int arrived, live; unsigned turn; };
+constexpr size_t STACK = 64 * 1024;
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static std::vector<char> stacks;
+static unsigned char* dynamic_shared = nullptr;
+static void* main_sp;
+static int current, block_arrived, block_live;
+static unsigned block_turn;
+static long long progress;
+static void (*body)(void**);
+static void** arguments;
+
+inline void yield() { emulated_switch(&fibers[current].sp, main_sp); }
+inline Warp& warp() { return warps[current / 32]; }
+inline void warp_barrier() {
+  Warp& w = warp();
+  const unsigned turn = w.turn;
+  if (++w.arrived == w.live) { w.arrived = 0; ++w.turn; ++progress; return; }
+  while (w.turn == turn) yield();
+}
+inline void block_barrier() {
+  const unsigned turn = block_turn;
+  if (++block_arrived == block_live) { block_arrived = 0; ++block_turn; ++progress; return; }
+  while (block_turn == turn) yield();
+}
+inline void entry() {
+  body(arguments);
+  fibers[current].done = true;
+  ++progress;
+  Warp& w = warp();
+  if (--w.live > 0 && w.arrived == w.live) { w.arrived = 0; ++w.turn; }
+  if (--block_live > 0 && block_arrived == block_live) { block_arrived = 0; ++block_turn; }
+  yield();
+  abort();
+}
+inline void run_block(int threads, size_t shared) {
+  fibers.assign(threads, Fiber{});
+  warps.assign((threads + 31) / 32, Warp{});
+  stacks.resize(STACK * threads + 64);
+  std::vector<unsigned char> memory(shared + 64);
+  dynamic_shared = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+  memset(dynamic_shared, 0xff, shared);
+  block_arrived = 0, block_live = threads;
+  char* base = stacks.data() + (64 - reinterpret_cast<uintptr_t>(stacks.data()) % 64);
+  for (int i = 0; i < threads; ++i) {
+    fibers[i].index = {unsigned(i) % blockDim.x, unsigned(i) / blockDim.x % blockDim.y, unsigned(i) / (blockDim.x * blockDim.y)};
+    warps[i / 32].live++;
+    void** top = reinterpret_cast<void**>(base + STACK * (i + 1)) - 3;
+    *--top = reinterpret_cast<void*>(&entry);
+    for (int r = 0; r < 6; ++r) *--top = nullptr;
+    fibers[i].sp = top;
+  }
+  int left = threads;
+  while (left > 0) {
+    const long long before = progress;
+    for (int i = 0; i < threads; ++i) {
+      if (fibers[i].done) continue;
+      current = i;
+      threadIdx = fibers[i].index;
+      emulated_switch(&main_sp, fibers[i].sp);
+      if (fibers[i].done) --left;
+    }
+    if (progress == before && left > 0) { fprintf(stderr, "emulated: a barrier is not reached by all threads\n"); abort(); }
+  }
+}
+template <class... A, size_t... I> void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
+  kernel(*static_cast<std::remove_reference_t<A>*>(args[I])...);
+}
+template <class... A> void call(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>{}); }
+inline void run_grid(void (*function)(void**), const unsigned* grid, const unsigned* block, unsigned shared, void** args) {
+  body = function, arguments = args;
+  gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
+  for (unsigned z = 0; z < grid[2]; ++z)
+    for (unsigned y = 0; y < grid[1]; ++y)
+      for (unsigned x = 0; x < grid[0]; ++x) { blockIdx = {x, y, z}; run_block(block[0] * block[1] * block[2], shared); }
+}
+template <class T> T exchange(T value, int source) {
+  const int lane = current % 32;
+  memcpy(warp().words[lane], &value, sizeof(T));
+  warp_barrier();
+  T out;
+  memcpy(&out, warp().words[source], sizeof(T));
+  warp_barrier();
+  return out;
+}
+}  // namespace emulated
+
+#define SHARED_BYTES(name) unsigned char* name = emulated::dynamic_shared
+inline void __syncthreads() { emulated::block_barrier(); }
+inline void __syncwarp() { emulated::warp_barrier(); }
+inline void __threadfence() {}
+template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
+inline bool __any_sync(unsigned, bool value) {
+  emulated::warp().words[emulated::current % 32][0] = value;
+  emulated::warp_barrier();
+  bool any = false;
+  for (int i = 0; i < emulated::warp().live; ++i) any |= emulated::warp().words[i][0] != 0;
+  emulated::warp_barrier();
+  return any;
+}
+template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
+template <class T> T __ldcg(const T* at) { return *at; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+#define __expf(x) expf(x)
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
+inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
+inline float __uint_as_float(unsigned v) { float u; memcpy(&u, &v, 4); return u; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
+  const uint64_t both = (uint64_t)b << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= (unsigned)(both >> (8 * (select >> (4 * i) & 7)) & 255) << (8 * i);
+  return out;
+}
+inline void allow_next() {}
+inline void wait_for_earlier() {}
+inline void copy_async_16(void* shared, const void* global) { memcpy(shared, global, 16); }
+inline void copy_async_commit() {}
+template <int PENDING> void copy_async_wait() {}
+inline uint16_t half_from_float(float value) { _Float16 h = (_Float16)value; uint16_t u; memcpy(&u, &h, 2); return u; }
+inline float half_to_float(uint16_t bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
+inline uint32_t half2_from_floats(float low, float high) { return half_from_float(low) | (uint32_t)half_from_float(high) << 16; }
+template <class F> uint32_t each_half(uint32_t a, uint32_t b, uint32_t c, F f) {
+  return half2_from_floats(f(half_to_float(a & 0xffff), half_to_float(b & 0xffff), half_to_float(c & 0xffff)),
+                           f(half_to_float(a >> 16), half_to_float(b >> 16), half_to_float(c >> 16)));
+}
+inline uint32_t half2_sub(uint32_t a, uint32_t b) { return each_half(a, b, 0, [](float x, float y, float) { return x - y; }); }
+inline uint32_t half2_mul(uint32_t a, uint32_t b) { return each_half(a, b, 0, [](float x, float y, float) { return x * y; }); }
+inline uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) { return each_half(a, b, c, [](float x, float y, float z) { return x * y + z; }); }
+
+inline uint8_t e4m3_from_float(float value) {
+  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
+  if (std::isnan(value)) return 0x7f | sign;
+  float magnitude = fabsf(value);
+  if (magnitude >= 448.0f) return sign | 0x7e;
+  if (magnitude < 0.015625f) return sign | (uint8_t)nearbyintf(magnitude * 512.0f);
+  unsigned bits = __float_as_uint(magnitude);
+  bits = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+  return sign | (uint8_t)min(bits, 0x7eu);
+}
+inline float float_from_e4m3(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const float value = exponent == 0 ? mantissa / 512.0f : ldexpf(1.0f + mantissa / 8.0f, exponent - 7);
+  return code & 0x80 ? -value : value;
+}
+inline uint32_t half2_from_e4m3x2(uint32_t bytes) { return half2_from_floats(float_from_e4m3(bytes & 255), float_from_e4m3(bytes >> 8 & 255)); }
+inline uint32_t e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
+
+inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(w.words[lane], mine, sizeof(mine));
+  emulated::warp_barrier();
+  for (int i = 0; i < 4; ++i) {
+    const int row = g, upper = i / 2, column = 2 * q + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const int kk = k % 8, part = k / 8;   // which register, which half
+      uint32_t a[6], b[6];
+      memcpy(a, w.words[row * 4 + kk / 2], sizeof(a));
+      memcpy(b, w.words[column * 4 + kk / 2], sizeof(b));
+      const uint32_t av = a[upper + 2 * part], bv = b[4 + part];
+      sum += (double)half_to_float(kk % 2 ? av >> 16 : av & 0xffff) * (double)half_to_float(kk % 2 ? bv >> 16 : bv & 0xffff);
+    }
+    c[i] = (float)sum;
+  }
+  emulated::warp_barrier();
+}
+inline void load_transposed(uint32_t (&out)[4], const void* row) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  memcpy(w.words[lane], row, 16);
+  emulated::warp_barrier();
+  for (int i = 0; i < 4; ++i) {
+    uint16_t low[8], high[8];
+    memcpy(low, w.words[8 * i + 2 * q], 16);
+    memcpy(high, w.words[8 * i + 2 * q + 1], 16);
+    out[i] = low[g] | (uint32_t)high[g] << 16;
+  }
+  emulated::warp_barrier();
+}
+inline void sincos(double angle, double* sine, double* cosine) { *sine = sin(angle), *cosine = cos(angle); }

@@ -1,0 +1,134 @@
+"""A `launch.Device` on the CPU: the CUDA sources compiled by g++ against `emulated.h`, memory from the host.
+
+Exact in what a kernel computes and in which order (up to the tensor cores' own rounding); no asynchrony, no speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from q27app.kernels.card import Card
+from q27app.kernels.compiler import SOURCES, Job, expand
+
+HERE = Path(__file__).parent
+_KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\))? (\w+)\(')
+_MACRO = re.compile(r"^(LINEAR_ROWS|LINEAR_TILES)\((\w+),", re.MULTILINE)
+CARD = Card("emulated", (9, 0), 4, 227 * 1024)
+SMALL_CARD = Card("emulated, small", (8, 6), 4, 99 * 1024, 1536)
+
+
+def has_compiler() -> bool:
+    return shutil.which("g++") is not None and os.uname().machine == "x86_64"
+
+
+class EmulatedDevice:
+    """See `launch.Device`. Guards of NaN stand around every allocation and are checked when it is released."""
+
+    GUARD = 256
+
+    def __init__(self, card: Card = CARD, cache: Path | None = None) -> None:
+        self.card = card
+        self.is_recording = False
+        self.num_launches = 0
+        self._cache = cache or Path(tempfile.gettempdir()) / f"q27app-emulated-{os.getuid()}"
+        self._memory: dict[int, np.ndarray] = {}
+        self._modules: dict[Job, dict[str, object]] = {}
+
+    def free_bytes(self) -> int:
+        return 1 << 32
+
+    def allocate(self, nbytes: int) -> int:
+        raw = np.full(nbytes + 2 * self.GUARD + 256, 0xFF, np.uint8)
+        address = (raw.ctypes.data + self.GUARD + 255) // 256 * 256
+        self._memory[address] = raw
+        return address
+
+    def release(self, address: int) -> None:
+        self._memory.pop(address)
+
+    def check_guards(self) -> None:
+        """Fail if a kernel wrote past an allocation."""
+        for address, raw in self._memory.items():
+            before = address - raw.ctypes.data
+            assert (raw[before - self.GUARD:before] == 0xFF).all(), "a kernel wrote before an allocation"
+            assert (raw[-64:] == 0xFF).all(), "a kernel wrote past an allocation"
+
+    def upload(self, address: int, data: np.ndarray) -> None:
+        data = np.ascontiguousarray(data)
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    upload_pinned = upload
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
+
+    def download(self, address: int, nbytes: int) -> np.ndarray:
+        out = np.empty(nbytes, np.uint8)
+        ctypes.memmove(out.ctypes.data, address, nbytes)
+        return out
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def fill(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def mark(self) -> int:
+        return 1
+
+    def wait(self, event: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def prepare(self, jobs, progress=None) -> None: ...
+
+    def record(self, run):
+        return run
+
+    def close(self) -> None:
+        self.check_guards()
+
+    def module(self, job: Job) -> dict[str, object]:
+        if job not in self._modules:
+            library, names = self._build(job)
+            self._modules[job] = {name: library[f"run_{name}"] for name in names}
+        return self._modules[job]
+
+    def launch(self, function, grid, block, shared, args, dependent) -> None:
+        assert shared <= self.card.shared_bytes and block <= 1024, (shared, block)
+        dims = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
+        threads = (ctypes.c_uint * 3)(block, 1, 1)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        self.num_launches += 1
+        function(dims, threads, ctypes.c_uint(shared), pointers)
+
+    def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
+        text = expand(job.source)
+        names = [name for name in _KERNEL.findall(text) if name != "NAME"] + [name for _, name in _MACRO.findall(text)]
+        if "WIDE_ATTENTION" in dict(job.defines) and not dict(job.defines)["WIDE_ATTENTION"]:
+            names = [name for name in names if name != "attend_decode_16"]
+        runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
+                       f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
+        source = f'#include "{SOURCES / (job.source + ".cu")}"\n{runs}'
+        flags = ["-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-fPIC", "-shared", "-DQ27_ON_HOST", f"-I{HERE}", f"-I{SOURCES}",
+                 "-w", *(f"-D{name}={value}" for name, value in job.defines)]
+        key = hashlib.sha256("\0".join([text, source, *flags, (HERE / "emulated.h").read_text()]).encode()).hexdigest()[:24]
+        library = self._cache / f"{job.source}-{key}.so"
+        if not library.exists():
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._cache) as folder:
+                path = Path(folder) / "kernels.cpp"
+                path.write_text(source)
+                done = subprocess.run(["g++", *flags, "-x", "c++", str(path), "-o", f"{folder}/out.so"], capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr[-4000:]
+                os.replace(f"{folder}/out.so", library)
+        return ctypes.CDLL(str(library)), names

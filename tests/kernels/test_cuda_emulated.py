@@ -1,0 +1,100 @@
+"""The CUDA kernels on the CPU, thread by thread (tests/kernels/emulation): every family against NumPy at a small size."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from q27app.kernels.batch import SamplingRows
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.reference_sample import sample_rows
+from q27app.weights.dtypes import F16, Q4_G64
+from tests.kernels import cuda_checks
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    pytest.mark.long,
+]
+
+
+@pytest.fixture
+def device():
+    device = EmulatedDevice()
+    yield device
+    device.check_guards()
+
+
+def open_state(backend: CudaBackend, cols: int):
+    config = cuda_checks.NANO
+    geometry = SimpleNamespace(**{name: getattr(config, name) for name in config.__dataclass_fields__} | {"hidden_size": cols})
+    return backend.allocate_state(geometry, 1, 1, "fp16", 2, 4, 16)
+
+
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["wide", "99 KiB"])
+@pytest.mark.parametrize("mix", cuda_checks.MIXES)
+def test_matrix_stages_equal_numpy_and_keep_a_rows_bits(card, mix):
+    device = EmulatedDevice(card)
+    backend = CudaBackend(device)
+    stage = cuda_checks.Stage(backend, cuda_checks.MIXES[mix], 256, 1)
+    backend.empty((96, 256), "float32", "x")
+    state = open_state(backend, 256)
+    for phase, counts in (("decode", (1, 3, 9)), ("prefill", (1, 70))):
+        # gate and up multiply two errors
+        limit = cuda_checks.TENSOR_CORE_TOLERANCE * (2 if stage.is_pair else 1)
+        assert cuda_checks.check_linear(backend, state, stage, phase, counts) < limit
+    device.check_guards()
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "fp8"])
+def test_a_model_equals_numpy_through_its_life(device, kv_format):
+    expected, found = cuda_checks.pair_of_lines(device, cuda_checks.NANO, F16, kv_format)
+    errors = cuda_checks.check_model(expected, found)
+    assert max(errors.values()) < (2e-3 if kv_format == "fp16" else 2e-2), errors
+
+
+def test_a_quantised_model_equals_numpy_through_its_life(device):
+    expected, found = cuda_checks.pair_of_lines(device, cuda_checks.NANO, Q4_G64, "fp16")
+    errors = cuda_checks.check_model(expected, found, prompt=20)
+    assert max(errors.values()) < 2e-3, errors
+
+
+def sampling_rows(n: int, **changes) -> SamplingRows:
+    values = {
+        "temperature": np.full(n, 0.8, np.float32), "top_k": np.zeros(n, np.int32), "top_p": np.ones(n, np.float32),
+        "min_p": np.zeros(n, np.float32), "presence": np.zeros(n, np.float32), "frequency": np.zeros(n, np.float32),
+        "seeds": np.arange(n, dtype=np.uint64) * np.uint64(1 << 33) + np.uint64(5), "positions": np.arange(n, dtype=np.int64) + (1 << 33),
+        "penalty_starts": np.zeros(n + 1, np.int32), "penalty_ids": np.zeros(0, np.int32), "penalty_counts": np.zeros(0, np.int32),
+        "num_logprobs": np.full(n, -1, np.int32), "masks": None,
+    }
+    return SamplingRows(**(values | changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"temperature": np.zeros(6, np.float32)}, {}, {"top_k": np.full(6, 7, np.int32)}, {"top_p": np.full(6, 0.7, np.float32)},
+    {"min_p": np.full(6, 0.1, np.float32)},
+    {"top_k": np.full(6, 40, np.int32), "top_p": np.full(6, 0.9, np.float32), "num_logprobs": np.full(6, 3, np.int32)},
+    {"presence": np.full(6, 2, np.float32), "frequency": np.full(6, 0.5, np.float32), "penalty_starts": np.arange(7, dtype=np.int32) * 2,
+     "penalty_ids": np.arange(12, dtype=np.int32), "penalty_counts": np.ones(12, np.int32)},
+], ids=["greedy", "plain", "top_k", "top_p", "min_p", "both, logprobs", "penalties"])
+def test_sampling_equals_numpy(device, changes):
+    backend = CudaBackend(device)
+    random = np.random.default_rng(11)
+    logits = (4 * random.standard_normal((6, 200))).astype(np.float32)
+    logits[0, 10] = logits[0, 20] = logits[0].max() + 1
+    backend.batch = SimpleNamespace(num_seqs=1)
+    open_state(backend, 256)
+    backend.batch = SimpleNamespace(num_seqs=6)
+    rows = sampling_rows(6, **changes)
+    backend.sample(backend.upload(logits), rows)
+    found = backend.result()
+    tokens, margins, logprobs = sample_rows(logits, rows)
+    assert found.tokens.tolist() == tokens.tolist()
+    np.testing.assert_allclose(found.margins, margins, rtol=1e-6)
+    for mine, theirs in zip(found.logprobs, logprobs, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            np.testing.assert_allclose([mine[0], *mine[2]], [theirs[0], *theirs[2]], rtol=1e-5, atol=1e-5)
+            assert mine[1].tolist() == theirs[1].tolist()
