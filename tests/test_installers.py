@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -67,6 +68,23 @@ def test_a_missing_python_is_named(home, tmp_path):
     assert done.returncode == 1
     assert "Python 3.11 or newer" in done.stderr
     assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("user, code, needle", [(0, 0, "Installing python3 python3-venv"), (1000, 1, "sudo apt-get install -y")])
+def test_root_gets_a_missing_python_and_others_its_name(home, tmp_path, user, code, needle):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "id").write_text(f"#!/bin/sh\necho {user}\n")
+    install = f'[ "$1" = install ] && /bin/ln -s {sys.executable} {tools}/python3; exit 0'
+    (tools / "apt-get").write_text(f"#!/bin/sh\n{install}\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    script = tmp_path / "look.sh"
+    script.write_text(f'. {INSTALLERS}/common.sh\nfind_python\necho "found $PYTHON"\n')
+    done = run_script(script, home=home, path=str(tools))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert needle in done.stdout + done.stderr
+    assert (f"found {tools}/python3" in done.stdout) == (code == 0)
 
 
 def test_uninstalling_asks_and_no_answer_means_no(installed):
