@@ -77,8 +77,6 @@ class CudaDevice:
         self._allocations: dict[int, Any] = {}
         self._modules: dict[Job, dict[str, Any]] = {}
         self._images: list[Any] = []
-        self._copied = driver.CUevent(0)
-        self._copied = self._check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._capturing = False
         if memory_cap:
@@ -229,7 +227,6 @@ class CudaDevice:
         self._stream.synchronize()
         for module, _ in self._images:
             self._driver.cuModuleUnload(module)
-        self._driver.cuEventDestroy(self._copied)
         for allocation in self._allocations.values():
             allocation.free()
         self._allocations.clear()
