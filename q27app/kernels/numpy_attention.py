@@ -1,8 +1,8 @@
 """Causal attention over paged keys, tile by tile, with the softmax merged in ascending order of keys.
 
-Keys are cut at multiples of KEY_TILE, counted from position 0; prefill cuts again at the row tile's own 64 positions, the
-only ones with a mask. No score matrix is larger than the rows of a tile times KEY_TILE. All query heads of a KV head stand
-below each other in one product.
+Keys are cut at multiples of a fixed number of positions, counted from 0; prefill cuts again at the row tile's own 64, the
+only ones with a mask. No score matrix is larger than the rows of a tile times that number. All query heads of a KV head
+stand below each other in one product.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import numpy as np
 from q27app.kernels.numpy_pass import TILE, Pass, Tile
 from q27app.kernels.numpy_state import NumpyState
 
-KEY_TILE = 1024
+TILE_KEYS = 1024
+"""Positions of keys for a tile of rows: scores of 6 heads, 1.5 MiB, stay in a core's second-level cache."""
+ROW_KEYS = 256
+"""Positions of keys for one row: small enough for BLAS to read them in place, without a copy in its own order."""
 
 Piece = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """Keys [n, D], values [n, D], and None or hidden [64, n]: True where a row of the tile does not see the key."""
@@ -57,16 +60,16 @@ def _attend_row(
     stop = int(work.batch.positions[row]) + 1
     for g in range(groups):
         mine = slice(g * repeat, (g + 1) * repeat)
-        pieces = _past_pieces(work.state, kv_index, g, table, first_position, stop)
+        pieces = _past_pieces(work.state, kv_index, g, table, first_position, stop, ROW_KEYS)
         out[mine] = softmax_merge(q[mine], pieces)
 
 
 def _past_pieces(
-    state: NumpyState, kv_index: int, head: int, table: np.ndarray, start: int, stop: int
+    state: NumpyState, kv_index: int, head: int, table: np.ndarray, start: int, stop: int, size: int
 ) -> Iterator[Piece]:
-    """Positions start .. stop, cut at multiples of KEY_TILE."""
+    """Positions start .. stop, cut at multiples of `size`."""
     while start < stop:
-        cut = min(stop, (start // KEY_TILE + 1) * KEY_TILE)
+        cut = min(stop, (start // size + 1) * size)
         keys, values = state.read_rows(kv_index, head, table, start, cut)
         yield keys, values, None
         start = cut
@@ -76,7 +79,7 @@ def _tile_pieces(
     state: NumpyState, kv_index: int, head: int, table: np.ndarray, base: int, end: int, first_position: int
 ) -> Iterator[Piece]:
     """The positions before the tile, then the tile's own up to `end`, padded with zeros to 64."""
-    yield from _past_pieces(state, kv_index, head, table, first_position, base)
+    yield from _past_pieces(state, kv_index, head, table, first_position, base, TILE_KEYS)
     start = max(base, first_position)
     place = np.arange(TILE)
     hidden = (place > place[:, None]) | (place < start - base)
@@ -97,7 +100,7 @@ def softmax_merge(q: np.ndarray, pieces: Iterator[Piece]) -> np.ndarray:
     total = np.zeros((rows, 1), np.float32)
     weighted = np.zeros((rows, dim), np.float32)
     for keys, values, hidden in pieces:
-        scores = q @ keys.T
+        scores = q @ keys.T if rows >= TILE else (keys @ q.T).T
         if hidden is not None:
             np.copyto(scores.reshape(-1, *hidden.shape), -np.inf, where=hidden)
         new_top = np.maximum(top, scores.max(axis=1, keepdims=True))

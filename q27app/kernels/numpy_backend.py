@@ -18,6 +18,7 @@ from q27app.gpu import read_host
 from q27app.kernels import reference
 from q27app.kernels.backend import LayerGeometry, Replay
 from q27app.kernels.batch import Batch, Sampled, SamplingRows
+from q27app.kernels.blas_threads import leave_a_core
 from q27app.kernels.numpy_attention import attend_pass
 from q27app.kernels.numpy_delta import delta_block
 from q27app.kernels.numpy_linear import multiply, multiply_rows
@@ -68,6 +69,7 @@ class NumpyBackend:
     name = "numpy"
 
     def __init__(self) -> None:
+        leave_a_core()
         self._pass: Pass | None = None
         self._sampled: Sampled | None = None
 
