@@ -100,9 +100,12 @@ def distribution(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(kept ids, their scaled logits): what a draw at this temperature > 0 chooses from.
 
-    Each filter sees what the one before it kept. logits: `defined`, penalised; ids: the allowed ones, ascending."""
+    Each filter sees what the one before it kept; where nothing is finite only the lowest id stays. logits: `defined`,
+    penalised; ids: the allowed ones, ascending."""
     with np.errstate(over="ignore"):
         scaled = defined(logits[ids] / np.float32(temperature))
+    if not scaled.max() > -np.inf:
+        return ids[:1], scaled[:1]
     for keep, value in ((keep_top_k, top_k), (keep_top_p, top_p), (keep_min_p, min_p)):
         kept = keep(scaled, value)
         ids, scaled = ids[kept], scaled[kept]
@@ -116,8 +119,6 @@ def draw(logits: np.ndarray, ids: np.ndarray, rows: SamplingRows, row: int) -> i
         return int(ids[np.argmax(logits[ids])])
     kept, scaled = distribution(
         logits, ids, temperature, int(rows.top_k[row]), float(rows.top_p[row]), float(rows.min_p[row]))
-    if not scaled.max() > -np.inf:
-        return int(kept[0])
     return int(kept[np.argmax(scaled + gumbel_noise(int(rows.seeds[row]), int(rows.positions[row]), kept))])
 
 
