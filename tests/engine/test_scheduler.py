@@ -147,6 +147,20 @@ def test_a_cancel_while_queued_prefilling_and_running_frees_slot_and_blocks_at_o
     assert running.tokens and running.last.stats.num_generated == len(running.tokens)
 
 
+def test_a_cancel_in_the_middle_of_a_round_takes_the_sequence_out_of_it():
+    desk = Desk(slots=20, max_context=64)
+    answers = {seed: desk.ask(prompt_of(3, seed), 30) for seed in range(20)}
+    while any(sequence.num_generated < 3 for sequence in desk.sequences.values()) or desk.model.passes[-1].num_rows < 16:
+        desk.stepper.step()
+    served = set(desk.model.passes[-1].slots.tolist())
+    late = next(seed for seed in range(20) if desk.sequences[f"r{seed}"].slot not in served)
+    desk.cancel(f"r{late}")
+    desk.run()
+    for seed, answer in answers.items():
+        assert answer.finish is (FinishReason.CANCELLED if seed == late else FinishReason.LENGTH)
+        assert seed == late or answer.tokens == expected_text(prompt_of(3, seed), 30)
+
+
 def test_a_receiver_that_raises_loses_its_request_and_nobody_else():
     calls = []
 

@@ -249,7 +249,7 @@ class Desk:
 
     def submit(self, request: Request, deliver: Any = None) -> Answer:
         answer = self.answers[request.id] = deliver or Answer()
-        limit = check_request(request, VOCAB, self.loaded.plan.max_context)
+        limit = check_request(request, self.loaded.vocab_size, self.loaded.plan.max_context)
         sequence = self.sequences[request.id] = Sequence(request, answer, limit)
         self.stepper.add(sequence)
         return answer

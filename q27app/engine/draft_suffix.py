@@ -1,0 +1,178 @@
+"""Drafts for free: what followed the longest earlier occurrence of the text's current end.
+
+    index of the prompt    keys of all runs of GRAM tokens, sorted once; a query is two binary searches
+    index of the answer    a table key -> the latest ends, one entry a token
+    a match                while new tokens continue it, it stays the longest one and costs nothing; else the index is asked
+
+Lengths are compared up to MAX_COMPARED tokens back, over at most MAX_CANDIDATES of the latest occurrences; of equal lengths the
+latest wins. A continuation that reaches the text's end goes on with what it has itself proposed, so that a period repeats.
+Memory: about 24 bytes a prompt token, a few hundred a generated one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from q27app.engine.sequence import Sequence
+
+GRAM = 4
+MAX_CANDIDATES = 32
+MAX_COMPARED = 64
+MIN_MATCH = 12
+"""Shortest match that is proposed on its own."""
+
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+
+
+class SuffixIndex:
+    """The tokens of one sequence and where their runs occurred before. Only `extend` changes it."""
+
+    def __init__(self, prompt: Seq[int]) -> None:
+        self._size = len(prompt)
+        self._tokens = np.empty(max(64, self._size + 64), np.int32)
+        self._tokens[:self._size] = prompt
+        keys = _keys(self._tokens[:self._size])
+        self._order = np.argsort(keys, kind="stable").astype(np.int32)
+        self._sorted = keys[self._order]
+        self._recent: dict[int, deque[int]] = {}
+        self._source = 0
+        """The match: the text before this position equals the text's end; 0 = none."""
+        self._length = 0
+        self._find()
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def match_length(self) -> int:
+        """Tokens of the current end that occurred before, at most MAX_COMPARED when found anew; 0 = none."""
+        return self._length
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Append tokens of the text."""
+        for token in tokens:
+            self._append(token)
+        if tokens and not self._length:
+            self._find()
+
+    def _append(self, token: int) -> None:
+        if self._size == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        follows = self._length > 0 and self._tokens[self._source] == token
+        self._tokens[self._size] = token
+        self._size += 1
+        if self._size > GRAM:  # the run that ended one token ago may now be found: something follows it
+            start = self._size - 1 - GRAM
+            key = int(_keys(self._tokens[start:self._size - 1])[0])
+            self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(self._size - 1)
+        self._source, self._length = (self._source + 1, self._length + 1) if follows else (0, 0)
+
+    def _find(self) -> None:
+        """Ask the index for the longest earlier occurrence of the end."""
+        size = self._size
+        self._source = self._length = 0
+        if size <= GRAM:
+            return
+        key = _keys(self._tokens[size - GRAM:size])[0]
+        ends = self._candidates(key)
+        ends = ends[ends < size]
+        if not len(ends):
+            return
+        reach = np.arange(1, MAX_COMPARED + 1)
+        places, own = ends[:, None] - reach, size - reach
+        equal = self._tokens[np.maximum(places, 0)] == self._tokens[np.maximum(own, 0)]
+        equal &= (places >= 0) & (own >= 0)
+        lengths = np.where(equal.all(axis=1), MAX_COMPARED, equal.argmin(axis=1))
+        best = len(lengths) - 1 - int(lengths[::-1].argmax())
+        if lengths[best] >= GRAM:
+            self._source, self._length = int(ends[best]), int(lengths[best])
+
+    def _candidates(self, key: np.uint64) -> np.ndarray:
+        """Ends of earlier runs with this key, ascending, the latest MAX_CANDIDATES of prompt and answer."""
+        low, high = np.searchsorted(self._sorted, key, "left"), np.searchsorted(self._sorted, key, "right")
+        prompt = self._order[max(low, high - MAX_CANDIDATES):high] + GRAM
+        answer = self._recent.get(int(key))
+        if not answer:
+            return prompt
+        return np.concatenate([prompt, np.fromiter(answer, np.int64)])[-MAX_CANDIDATES:]
+
+    def propose(self, limit: int, min_match: int = MIN_MATCH, after: Seq[int] = ()) -> list[int]:
+        """At most `limit` tokens that followed the match, [] if it is shorter than min_match.
+
+        after: drafts of somebody else; the proposal continues the text with them, and they are not part of it.
+        """
+        source, length = self._source, self._length
+        if after:
+            source, length = self._with(after)
+        if length < min_match or not length:
+            return []
+        text_end = self._size
+        drafts: list[int] = []
+        for _ in range(limit):
+            if source < text_end:
+                drafts.append(int(self._tokens[source]))
+            else:
+                beyond = source - text_end
+                drafts.append((list(after) + drafts)[beyond])
+            source += 1
+        return drafts
+
+    def _with(self, after: Seq[int]) -> tuple[int, int]:
+        """(source, length) of the text continued by `after`, without keeping it."""
+        source, length = self._source, self._length
+        if length and self._size - source >= len(after):
+            if np.array_equal(self._tokens[source:source + len(after)], np.asarray(after, np.int32)):
+                return source + len(after), length + len(after)
+        end = np.concatenate([self._tokens[max(0, self._size - GRAM):self._size], np.asarray(after, np.int32)])[-GRAM:]
+        if len(end) < GRAM:
+            return 0, 0
+        ends = self._candidates(_keys(end)[0])
+        ends = ends[(ends < self._size) & (ends >= GRAM)]
+        tail = np.concatenate([self._tokens[max(0, self._size - MAX_COMPARED):self._size], np.asarray(after, np.int32)])
+        best = (0, 0)
+        for place in ends[::-1][:8].tolist():
+            reach = min(place, len(tail), MAX_COMPARED)
+            same = self._tokens[place - reach:place][::-1] == tail[len(tail) - reach:][::-1]
+            length = reach if same.all() else int(same.argmin())
+            if length > best[1]:
+                best = (place, length)
+        return best if best[1] >= GRAM else (0, 0)
+
+
+def _keys(tokens: np.ndarray) -> np.ndarray:
+    """Key of each run of GRAM tokens, uint64 [n - GRAM + 1]; equal runs have equal keys, others almost never."""
+    count = len(tokens) - GRAM + 1
+    if count <= 0:
+        return np.zeros(0, np.uint64)
+    keys = np.zeros(count, np.uint64)
+    wide = tokens.astype(np.uint64) + np.uint64(1)
+    for place in range(GRAM):
+        keys += wide[place:place + count] * _FACTORS[place]
+        keys ^= keys >> np.uint64(29)
+    return keys
+
+
+class SuffixDrafter:
+    """A drafter without a model."""
+
+    needs_mtp = False
+
+    def __init__(self, min_match: int = MIN_MATCH) -> None:
+        self.min_match = min_match
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
+        return [index_of(sequence).propose(limit, self.min_match)
+                for sequence, limit in zip(sequences, limits, strict=True)]
+
+
+def index_of(sequence: Sequence) -> SuffixIndex:
+    """The sequence's index, brought up to its last token."""
+    index = sequence.suffix_index
+    if index is None:
+        index = sequence.suffix_index = SuffixIndex(sequence.tokens)
+    elif len(index) < len(sequence.tokens):
+        index.extend(sequence.tokens[len(index):])
+    return index
