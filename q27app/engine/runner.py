@@ -6,15 +6,17 @@ Every pass ends in one wait, so the engine never runs ahead of the device. Owned
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
+from q27app.engine.block_pool import blocks_of
 from q27app.engine.request import TokenLogprobs
 from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.scheduler import Drawn, Part, Work
 from q27app.kernels.backend import Backend, Buffer, State
-from q27app.kernels.batch import BLOCK_POSITIONS, Batch, Sampled
+from q27app.kernels.batch import Batch, Sampled
 
 
 class RunsBatches(Protocol):
@@ -43,19 +45,18 @@ class Runner:
         """Compute a pass and draw; one result a part. A deferred pass waits for `commit`. Raises Q27Error."""
         backend = self.model.backend
         places = _logit_places(work)
-        batch = make_batch(work, np.concatenate(places))
+        batch = make_batch(work, [row for place in places for row in place])
         logits = self.model.forward(batch, self.state, self.warm_mtp)
         if not len(batch.logit_rows):
             backend.download(self.model.final.rows(1))
             return [Drawn([]) for _ in work.parts]
-        rows = [row for part, place in zip(work.parts, places, strict=True) for row in _logit_rows(part, place, batch)]
+        rows = [row for part, place in zip(work.parts, places, strict=True) for row in _logit_rows(part, len(place))]
         backend.sample(logits, sampling_rows(rows, self.vocab_size))
         if work.is_deferred:
             backend.accept()
         result = backend.result()
-        ends = np.cumsum([len(place) for place in places]).tolist()
-        drawn = [_drawn(part, result, index, end - len(places[index]), end)
-                 for index, (part, end) in enumerate(zip(work.parts, ends, strict=True))]
+        ends = accumulate(len(place) for place in places)
+        drawn = [_drawn(part, result, index, end) for index, (part, end) in enumerate(zip(work.parts, ends, strict=True))]
         if work.phase == "prefill" and work.parts[0].sequence.request.prompt_logits:
             drawn = [Drawn(drawn[0].tokens, drawn[0].logprobs, backend.download(logits))]
         return drawn
@@ -65,57 +66,52 @@ class Runner:
         self.model.backend.commit(np.array(num_rows, np.int32))
 
 
-def make_batch(work: Work, logit_rows: np.ndarray) -> Batch:
+def make_batch(work: Work, logit_rows: list[int]) -> Batch:
     """The arrays of a pass."""
     parts = work.parts
-    lengths = [len(part.tokens) for part in parts]
-    starts = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    needed = [-(-(part.start + length) // BLOCK_POSITIONS) for part, length in zip(parts, lengths, strict=True)]
+    needed = [blocks_of(part.start + len(part.tokens)) for part in parts]
     tables = np.full((len(parts), max(needed)), -1, np.int32)
     for row, part, count in zip(tables, parts, needed, strict=True):
         row[:count] = part.sequence.blocks[:count]
     return Batch(
         phase=work.phase,
         tokens=np.array([token for part in parts for token in part.tokens], np.int32),
-        positions=np.concatenate([np.arange(part.start, part.start + length, dtype=np.int32)
-                                  for part, length in zip(parts, lengths, strict=True)]),
-        row_starts=starts,
+        positions=np.array([position for part in parts
+                            for position in range(part.start, part.start + len(part.tokens))], np.int32),
+        row_starts=np.array([0, *accumulate(len(part.tokens) for part in parts)], np.int32),
         slots=np.array([part.sequence.slot for part in parts], np.int32),
         block_tables=tables,
-        logit_rows=logit_rows.astype(np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
         deferred=work.is_deferred,
     )
 
 
-def _logit_places(work: Work) -> list[np.ndarray]:
+def _logit_places(work: Work) -> list[range]:
     """Which rows of the pass want logits, part by part. A verify pass wants all; others the last known row that draws."""
     places, start = [], 0
     for part in work.parts:
         stop = start + len(part.tokens)
         wants_all = work.is_deferred or (work.phase == "prefill" and part.sequence.request.prompt_logits)
-        first = start if wants_all else stop - 1 if part.draws else stop
-        places.append(np.arange(first, stop))
+        places.append(range(start if wants_all else stop - 1 if part.draws else stop, stop))
         start = stop
     return places
 
 
-def _logit_rows(part: Part, place: np.ndarray, batch: Batch) -> list[LogitRow]:
-    """What to draw with, for the part's logit rows: the last of them are its last known row and its drafts."""
+def _logit_rows(part: Part, count: int) -> list[LogitRow]:
+    """What to draw with after the last `count` rows of a part; the draws of those before its last known row are ignored."""
     sequence = part.sequence
-    num_drawn = part.num_drafts + 1 if part.draws else 0
-    num_ignored = len(place) - num_drawn
-    positions = (batch.positions[place] + 1).tolist()
+    num_ignored = count - (part.num_drafts + 1 if part.draws else 0)
+    first = part.start + len(part.tokens) - count + 1
     drafts = tuple(part.tokens[len(part.tokens) - part.num_drafts:])
-    rows = [LogitRow(None, position) for position in positions[:num_ignored]]
-    for index, position in enumerate(positions[num_ignored:]):
+    rows = [LogitRow(None, first + index) for index in range(num_ignored)]
+    for index in range(count - num_ignored):
         mask = part.masks[index] if part.masks else None
-        rows.append(LogitRow(sequence.request.params, position, sequence.counts, drafts[:index], mask))
+        rows.append(LogitRow(sequence.request.params, first + num_ignored + index, sequence.counts, drafts[:index], mask))
     return rows
 
 
-def _drawn(part: Part, result: Sampled, index: int, start: int, stop: int) -> Drawn:
-    """The accepted run of a part whose logit rows are start .. stop."""
+def _drawn(part: Part, result: Sampled, index: int, stop: int) -> Drawn:
+    """The accepted run of a part whose logit rows end before `stop`."""
     if not part.draws:
         return Drawn([])
     count = int(result.accepted[index]) if part.num_drafts else 1

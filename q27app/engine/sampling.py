@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -30,8 +31,6 @@ def sampling_rows(rows: list[LogitRow], vocab_size: int) -> SamplingRows:
     """See `SamplingRows`; the values have passed `limits.check_params`."""
     params = [row.params or _IGNORED for row in rows]
     counted = [row.counts.arrays(list(row.drafts)) if row.counts and row.params else None for row in rows]
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([0 if pair is None else len(pair[0]) for pair in counted], out=starts[1:])
     pairs = [pair for pair in counted if pair is not None]
     wanted = [-1 if one.logprobs is None else min(one.logprobs, vocab_size) for one in params]
     return SamplingRows(
@@ -43,7 +42,7 @@ def sampling_rows(rows: list[LogitRow], vocab_size: int) -> SamplingRows:
         frequency=np.array([one.frequency_penalty for one in params], np.float32),
         seeds=np.array([one.seed & _SEED_MASK for one in params], np.uint64),
         positions=np.array([row.position for row in rows], np.int64),
-        penalty_starts=starts,
+        penalty_starts=np.array([0, *accumulate(0 if pair is None else len(pair[0]) for pair in counted)], np.int32),
         penalty_ids=np.concatenate([pair[0] for pair in pairs]) if pairs else np.zeros(0, np.int32),
         penalty_counts=np.concatenate([pair[1] for pair in pairs]) if pairs else np.zeros(0, np.int32),
         num_logprobs=np.array(wanted, np.int32),

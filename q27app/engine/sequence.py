@@ -79,6 +79,7 @@ class Sequence:
     stops: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
     draft_state: Any = None
+    suffix_index: Any = None
     counts: TokenCounts | None = None
     prompt_logits: np.ndarray | None = None
     num_steps: int = 0

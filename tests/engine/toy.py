@@ -229,7 +229,7 @@ class Answer:
 
     @property
     def finish(self) -> FinishReason | None:
-        return next((event.finish for event in self.events if event.finish is not None), None)
+        return self.events[-1].finish if self.events else None
 
     @property
     def last(self) -> TokenEvent:

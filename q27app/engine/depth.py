@@ -1,0 +1,89 @@
+"""How many drafts a pass should carry: chosen each step from measured acceptance and measured prices.
+
+    gain(d)  = 1 + a1 + a1 a2 + ... + a1 .. ad        tokens that a pass of 1 + d rows yields on average
+    cost(d)  = pass(1 + d) + d * step                 milliseconds; step is 0 for drafts that need no model
+    depth    = the d <= cap with the largest gain(d) / cost(d)
+
+a_k is the share of drafts at depth k that were accepted among those whose predecessors were, as a moving average that starts
+at PRIOR. pass(n) is a moving average for each number of rows; between and beyond measured ones it is a straight line.
+Every EXPLORE steps one step more than the best depth is tried, so that a price or a share that has changed is noticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PRIOR = 0.7
+SHARE_WEIGHT = 1 / 32
+PRICE_WEIGHT = 1 / 8
+EXPLORE = 32
+PRIOR_SLOPE = 0.04
+"""Assumed price of one more row, as a share of a plain pass, until two numbers of rows have been measured."""
+
+
+@dataclass
+class PassPrices:
+    """Milliseconds of a decode or verify pass by its rows, and of one step of the draft layer. One for an engine."""
+
+    step_ms: float = 0.0
+    _passes: dict[int, float] = field(default_factory=dict)
+
+    def record_pass(self, rows: int, ms: float) -> None:
+        old = self._passes.get(rows)
+        self._passes[rows] = ms if old is None else old + PRICE_WEIGHT * (ms - old)
+
+    def record_step(self, ms: float) -> None:
+        self.step_ms = ms if not self.step_ms else self.step_ms + PRICE_WEIGHT * (ms - self.step_ms)
+
+    def pass_ms(self, rows: int) -> float:
+        """Measured, or on the line through the nearest measured numbers of rows; never cheaper than fewer rows."""
+        if not self._passes:
+            return 1.0 + PRIOR_SLOPE * (rows - 1)
+        known = sorted(self._passes)
+        if rows in self._passes:
+            return self._passes[rows]
+        if len(known) == 1:
+            base = self._passes[known[0]]
+            return max(base * 0.1, base * (1 + PRIOR_SLOPE * (rows - known[0])))
+        low = max((n for n in known if n < rows), default=known[0])
+        high = min((n for n in known if n > rows), default=known[-1])
+        if low >= high:
+            low, high = (known[0], known[1]) if rows < known[0] else (known[-2], known[-1])
+        slope = max(0.0, (self._passes[high] - self._passes[low]) / (high - low))
+        return max(1e-3, self._passes[low] + slope * (rows - low))
+
+    def to_dict(self) -> dict:
+        return {"step_ms": round(self.step_ms, 3), "pass_ms": {str(n): round(v, 3) for n, v in sorted(self._passes.items())}}
+
+
+class DepthControl:
+    """Acceptance of one drafter on one conversation, and the depth that pays best."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self.shares = [PRIOR] * cap
+        self._num_steps = 0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """A verified run: the first num_accepted of num_drafted drafts agreed."""
+        for depth in range(min(num_drafted, num_accepted + 1, self.cap)):
+            agreed = 1.0 if depth < num_accepted else 0.0
+            self.shares[depth] += SHARE_WEIGHT * (agreed - self.shares[depth])
+        self._num_steps += 1
+
+    def choose(self, prices: PassPrices, limit: int, needs_steps: bool, other_rows: int = 0) -> int:
+        """Depth from 0 to min(cap, limit). other_rows: rows of the pass that belong to others and come anyway."""
+        best, best_rate, gain, run = 0, 0.0, 1.0, 1.0
+        for depth in range(min(self.cap, limit) + 1):
+            if depth:
+                run *= self.shares[depth - 1]
+                gain += run
+            cost = prices.pass_ms(1 + depth + other_rows) + (depth * prices.step_ms if needs_steps else 0.0)
+            if gain / cost > best_rate:
+                best, best_rate = depth, gain / cost
+        if self._num_steps % EXPLORE == EXPLORE - 1:
+            best += 1
+        return min(best, self.cap, limit)
+
+    def to_dict(self) -> dict:
+        return {"cap": self.cap, "acceptance": [round(share, 3) for share in self.shares]}
