@@ -44,8 +44,8 @@ class Card:
 
     def linear_rows_defines(self) -> dict[str, int]:
         if self.is_wide:
-            return {"RING_BYTES_8": 8704, "RING_BYTES_16": 5440, "SUM_BUFFERS": 2}
-        return {"RING_BYTES_8": 4352, "RING_BYTES_16": 4352, "SUM_BUFFERS": 1}
+            return {"RING_BYTES_8": 8704, "RING_BYTES_16": 4352}
+        return {"RING_BYTES_8": 4352, "RING_BYTES_16": 4352}
 
     def linear_tiles_defines(self) -> dict[str, int]:
         return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}

@@ -23,11 +23,18 @@ class Segment(ctypes.Structure):
     _fields_ = _fields(i="first_tile num_tiles first_row num_rows kind tile_bytes", l="offset")
 
 
+class Rows(ctypes.Structure):
+    """Activation rows (staging.cuh)."""
+
+    _fields_ = _fields(p="x norm gate row_map halves minus_sums inverse", i="cols units wrap splits x_stride gate_stride", f="eps")
+
+
 class LinearRows(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights block_tiles x norm row_map out partial counters"),
+        *_fields(p="weights block_tiles out partial counters"),
+        ("rows_in", Rows),
         ("segments", Segment * MAX_SEGMENTS),
-        *_fields(i="num_segments num_tiles rows cols units wrap splits x_stride out_stride out_rows", f="eps"),
+        *_fields(i="num_segments num_tiles rows out_stride out_rows"),
     ]
 
 
@@ -80,7 +87,7 @@ class Attend(ctypes.Structure):
 
 class Delta(ctypes.Structure):
     _fields_ = _fields(
-        p="y conv a dt_bias norm slots row_starts slot_ids accepted record raw out channels gates counters",
+        p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates",
         l="slot_bytes state_offset window_offset state_stride window_stride record_stride", p2="layer_weights",
         i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred", f="eps",
     )

@@ -105,6 +105,7 @@ class CudaBackend:
         return buffer
 
     def download(self, buffer: CudaBuffer) -> np.ndarray:
+        self._mixers.finish_gated(buffer)
         return self.device.download(buffer.address, buffer.nbytes).view(buffer.dtype).reshape(buffer.shape)
 
     def load(self, tensors: "Sequence[Tensor]") -> CudaWeight | CudaVector:
@@ -133,18 +134,18 @@ class CudaBackend:
         for source in self.defines:
             self.device.module(Job.of(source, self.defines[source]))
         self.eps = geometry.norm_eps
-        self._reserve_scratch(geometry, num_delta_layers, num_blocks)
+        self._reserve_scratch(geometry, num_blocks)
         self._states.append(state)
         return state
 
-    def _reserve_scratch(self, geometry: LayerGeometry, num_delta_layers: int, num_blocks: int) -> None:
+    def _reserve_scratch(self, geometry: LayerGeometry, num_blocks: int) -> None:
         self.device.synchronize()
         self.scratch_arena.release()
         for area in self._areas.values():
             area.release()
         self.scratch = Scratch(
             self.scratch_arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
-            num_delta_layers=num_delta_layers, max_seqs=MAX_SEQS, partial_bytes=self._partial_bytes,
+            partial_bytes=self._partial_bytes,
             num_counters=self._num_counters, halves_width=self._halves_width,
             wide_width=max(self._wide_width, 2 * geometry.hidden_size),
         )
@@ -200,7 +201,7 @@ class CudaBackend:
         self._mixers.delta(y, layer, o)
 
     def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer) -> None:
-        self._linear.add_linear(weight, h, x)
+        self._linear.add_linear(weight, h, x, self._mixers.take_gated(h))
 
     def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
         self._linear.gate_up(norm, weight, x, h)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes
 from q27app.kernels.memory import CudaBuffer
 
 BLOCK_TILES, NARROW_TOKENS, ROW_PAD = 8, 64, 8
+FUSED_ROWS = 2
+"""Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The gated norm that a delta rule's output still lacks: addresses of the norm [128] and of z in row 0, floats a row."""
+
+    norm: int
+    gate: int
+    stride: int
 
 
 def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what: str) -> None:
@@ -25,50 +38,60 @@ class LinearStages:
 
     def project(self, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
         _check(weight, x.shape[1], y.shape[1], False, "project")
-        self._run("project" if norm else "plain", norm, weight, x, y, x.shape[0], 0, y.shape[1])
+        self._run("store", norm, weight, x, y, x.shape[0])
 
-    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer) -> None:
+    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, gated: Gated | None = None) -> None:
+        """gated: h is what the delta rule gave, its gated norm is still to be applied."""
         _check(weight, h.shape[1], x.shape[1], False, "add_linear")
-        self._run("add", None, weight, h, x, x.shape[0], 0, x.shape[1])
+        self._run("add", None, weight, h, x, x.shape[0], gated=gated)
 
     def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
         _check(weight, x.shape[1], 2 * h.shape[1], weight.paired, "gate_up")
         if weight.paired:
-            self._run("gate_up", norm, weight, x, h, x.shape[0], 0, h.shape[1])
+            self._run("gate_up", norm, weight, x, h, x.shape[0])
             return
         both = self._backend.scratch.wide(x.shape[0], 2 * h.shape[1])
-        self._run("project", norm, weight, x, both, x.shape[0], 0, both.shape[1])
+        self._run("store", norm, weight, x, both, x.shape[0])
         args = cuda_args.SiluMul(both.address, h.address, h.shape[1])
         self._backend.launch("rows", "silu_mul", (x.shape[0],), 256, 0, args)
 
     def logits(self, weight: CudaWeight, final: CudaBuffer, logit_rows: int, count: int, logits: CudaBuffer) -> None:
         """logits [count, vocab] = final[logit_rows] W^T; logit_rows: device address of int32 [count]."""
         _check(weight, final.shape[1], logits.shape[1], False, "head")
-        self._run("plain", None, weight, final, logits, count, logit_rows, logits.shape[1])
+        self._run("store", None, weight, final, logits, count, logit_rows)
 
     def _run(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
-             row_map: int, out_rows: int) -> None:
+             row_map: int = 0, gated: Gated | None = None) -> None:
         if self._backend.is_prefill:
-            self._tiles("plain" if stage == "project" else stage, norm, weight, x, out, rows, row_map, out_rows)
+            self._tiles({"store": "plain"}.get(stage, stage), norm, weight, x, out, rows, row_map, out.shape[1])
             return
         most = 16 if self._backend.device.card.is_wide else 8
         for start in range(0, rows, most):
-            self._rows(stage, norm, weight, x, out, start, min(most, rows - start), row_map, out_rows)
+            self._rows(stage, norm, weight, x, out, start, min(most, rows - start), row_map, gated)
 
     def _rows(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, start: int,
-              rows: int, row_map: int, out_rows: int) -> None:
+              rows: int, row_map: int, gated: Gated | None) -> None:
         backend, card = self._backend, self._backend.device.card
+        source = "gated" if gated else "norm" if norm else "plain"
+        rows_in = cuda_args.Rows()
+        rows_in.x, rows_in.row_map = (x.address, row_map + 4 * start) if row_map else (x.row(start), 0)
+        rows_in.norm, rows_in.eps = (norm.address if norm else gated.norm if gated else 0), backend.eps
+        if gated:
+            rows_in.gate, rows_in.gate_stride = gated.gate + 4 * gated.stride * start, gated.stride
+        rows_in.cols, rows_in.units, rows_in.wrap, rows_in.splits = weight.shape[1], weight.units, weight.wrap, weight.splits
+        rows_in.x_stride = x.shape[1]
+        wide, once = rows > 8, rows > FUSED_ROWS
+        if once:
+            rows_in.halves, rows_in.minus_sums, rows_in.inverse = backend.scratch.staged
+            backend.launch("linear_rows", f"stage_{source}", (rows, weight.splits), 256, 0, rows_in)
+            source = "wide" if wide else "halves"
         args = cuda_args.LinearRows()
-        args.weights, args.block_tiles = weight.address, weight.block_tiles
-        args.x, args.row_map = (x.address, row_map + 4 * start) if row_map else (x.row(start), 0)
-        args.norm, args.eps = (norm.address, backend.eps) if norm else (0, 0.0)
+        args.weights, args.block_tiles, args.rows_in = weight.address, weight.block_tiles, rows_in
         args.out, args.partial, args.counters = out.row(start), backend.scratch.partial, backend.scratch.counters
         args.segments, args.num_segments, args.num_tiles = weight.segment_args(), len(weight.segments), weight.num_tiles
-        args.rows, args.cols, args.units, args.wrap, args.splits = rows, weight.shape[1], weight.units, weight.wrap, weight.splits
-        args.x_stride, args.out_stride, args.out_rows = x.shape[1], out.shape[1], out_rows
-        wide = rows > 8
+        args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
         shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide)
-        backend.launch("linear_rows", f"linear_rows_{stage}_{16 if wide else 8}", (weight.groups * weight.splits,), 256, shared, args)
+        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (weight.groups * weight.splits,), 256, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int) -> None:

@@ -8,7 +8,11 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch
 from q27app.kernels.card import cut_count
+from q27app.kernels.cuda_linear import Gated
 from q27app.kernels.memory import CudaBuffer
+
+GATED_HEAD = 128
+"""Head size whose gated norm the matrix stage applies (staging.cuh)."""
 
 ATTEND_ROWS = 16
 """Rows of one launch of the split attention; its scratch is sized for them."""
@@ -30,6 +34,7 @@ class Mixers:
         self._deferred: dict[int, tuple[int, int, int, int]] = {}
         self._table = 0
         self._table_of: list[int] = []
+        self._gated: dict[int, cuda_args.Delta] = {}
 
     def attend(self, y: CudaBuffer, layer, o: CudaBuffer | None) -> None:
         backend, state, batch = self._backend, self._backend.state, self._backend.batch
@@ -108,7 +113,7 @@ class Mixers:
         args.y, args.y_stride, args.z_offset = y.address, y.shape[1], state.channels
         args.beta_offset, args.alpha_offset = state.channels + width, state.channels + width + heads
         args.conv, args.a, args.dt_bias, args.norm = layer.conv.address, layer.a.address, layer.dt_bias.address, layer.out_norm.address
-        args.out = args.raw = o.address
+        args.out = o.address
         args.out_stride, args.layer, args.deferred = o.shape[1], layer.delta_index, int(batch.deferred)
         defines = backend.defines["delta_step"]
         threads = geometry.delta_head_dim // defines["SLICES"] * (geometry.delta_head_dim // 16)
@@ -127,13 +132,33 @@ class Mixers:
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
             self._deferred[layer.delta_index] = (args.conv, args.a, args.dt_bias, args.norm)
         backend.launch("delta_step", "delta_step", grid, threads, 0, args)
+        if not batch.deferred and batch.num_rows > batch.num_seqs:
+            backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
+        self._gated[o.address] = args
+
+    def take_gated(self, o: CudaBuffer) -> Gated | None:
+        """The gated norm that `o` still lacks, for the stage that reads it; applied here where that stage cannot."""
+        args = self._gated.get(o.address)
+        if args is None:
+            return None
+        if self._backend.state.geometry.delta_head_dim != GATED_HEAD:
+            self.finish_gated(o)
+            return None
+        del self._gated[o.address]
+        return Gated(args.norm, args.y + 4 * args.z_offset, args.y_stride)
+
+    def finish_gated(self, o: CudaBuffer) -> None:
+        """Apply the gated norm that `o` still lacks, if any."""
+        args = self._gated.pop(o.address, None)
+        if args is not None:
+            self._backend.launch("delta_step", "delta_gate", (o.shape[0],), 256, 0, args)
 
     def _delta_args(self, batch: Batch) -> cuda_args.Delta:
         backend, state, area = self._backend, self._backend.state, self._backend.area
         args = cuda_args.Delta()
         args.slots, args.slot_bytes, args.state_offset, args.window_offset = state.slots, state.slot_bytes, 0, state.window_offset
         args.state_stride, args.window_stride = state.state_stride, state.window_stride
-        args.row_starts, args.slot_ids, args.counters = area.at("row_starts"), area.at("slots"), backend.scratch.delta_counters
+        args.positions, args.row_starts, args.slot_ids = area.at("positions"), area.at("row_starts"), area.at("slots")
         args.num_seqs, args.eps = batch.num_seqs, backend.eps
         return args
 
@@ -158,6 +183,7 @@ class Mixers:
         threads = geometry.delta_head_dim // defines["SLICES"] * (geometry.delta_head_dim // 16)
         grid = (geometry.delta_value_heads * defines["SLICES"], batch.num_seqs, state.num_delta_layers)
         backend.launch("delta_step", "delta_step", grid, threads, 0, args)
+        backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs, state.num_delta_layers), 256, 0, args)
 
 
 def max_cuts(card, num_blocks: int, max_context: int = 1 << 18) -> int:

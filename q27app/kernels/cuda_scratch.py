@@ -12,8 +12,7 @@ from q27app.kernels.memory import Arena, CudaBuffer
 class Scratch:
     """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row."""
 
-    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, num_delta_layers: int, max_seqs: int,
-                 partial_bytes: int, num_counters: int, halves_width: int, wide_width: int) -> None:
+    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, partial_bytes: int, num_counters: int, halves_width: int, wide_width: int) -> None:
         self.max_rows, self._halves_width = max_rows, halves_width
         heads, dim = geometry.num_heads, geometry.head_dim
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
@@ -22,13 +21,14 @@ class Scratch:
         self.max_splits = max_cuts(card, num_blocks)
         self.partial = arena.take(partial_bytes)
         self.counters = arena.take_zeros(4 * num_counters)
-        self.delta_counters = arena.take_zeros(4 * max(1, num_delta_layers) * max_seqs * geometry.delta_key_heads)
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
         self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
         self.part_ml = arena.take(ATTEND_ROWS * self.max_splits * heads * 8)
         self.part_o = arena.take(ATTEND_ROWS * self.max_splits * heads * dim * 4)
         self._halves = arena.take(max_rows * halves_width * 2)
         self._inverse = arena.take(max_rows * 4)
+        self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 8 * 4))
+        """Of up to 16 rows of the row family: fp16 [rows, width], -sums [rows, units], 1 / scale [rows, splits]."""
         shared = max(max_rows * (self._channels + 2 * self._value_heads) * 4 + 256, max_rows * (self._query_row * 2 + heads * 4) + 256,
                      max_rows * wide_width * 4)
         self._shared, self._shared_bytes = arena.take(shared), shared

@@ -1,6 +1,7 @@
 """What belongs to sequences on the device: slots of recurrent state, and blocks of keys and values.
 
-slot:   [delta layer][value head][value dim][key dim] f32, then [delta layer][window row][channel] f32, then [hidden] f32
+slot:   [delta layer][value head][value dim][key dim] f32, then [delta layer][position % 4][channel] f32, then
+        [hidden] f32
 block:  [kv layer]([kv head][64][head dim] keys, the same of values), in the KV format's bytes
 """
 
@@ -39,7 +40,7 @@ class CudaState:
         dim, heads = geometry.delta_head_dim, geometry.delta_value_heads
         self.channels = (2 * geometry.delta_key_heads + heads) * dim
         self.state_stride = 4 * heads * dim * dim
-        self.window_stride = 4 * (geometry.conv_width - 1) * self.channels
+        self.window_stride = 4 * geometry.conv_width * self.channels
         self.window_offset = num_delta_layers * self.state_stride
         self.hidden_offset = self.window_offset + num_delta_layers * self.window_stride
         self.slot_bytes = self.hidden_offset + 4 * geometry.hidden_size

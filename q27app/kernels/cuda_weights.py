@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
 UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
-UNIT_COLS, TILE_ROWS, WARPS = 64, 16, 8
+UNIT_COLS, TILE_ROWS, WARPS, TILE_SUMS = 64, 16, 8, 160
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
 
@@ -85,7 +85,7 @@ class CudaWeight:
 
     @property
     def split_units(self) -> int:
-        return -(-self.units // self.splits)
+        return split_size(self.units, self.splits)
 
     def segment_args(self):
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
@@ -93,24 +93,29 @@ class CudaWeight:
 
 def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
     """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
-    defines = card.linear_rows_defines()
-    halves = 2 if wide else 1
-    buffers = 1 if wide else defines["SUM_BUFFERS"]
-    ring = defines["RING_BYTES_16" if wide else "RING_BYTES_8"]
-    fixed = 64 + 2 * 16 * WARPS * 4 + 256 + buffers * WARPS * 2 * halves * 128 * 4
-    return fixed + split_units * 8 * halves * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + WARPS * ring
+    ring = card.linear_rows_defines()["RING_BYTES_16" if wide else "RING_BYTES_8"]
+    fixed = 64 + 2 * 16 * WARPS * 4 + 256 + WARPS * 4 * TILE_SUMS * 4
+    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + WARPS * ring
+
+
+def split_size(units: int, splits: int) -> int:
+    """Units of the largest split: whole pairs of units where the units are even (split_unit in staging.cuh)."""
+    pair = 1 if units % 2 else 2
+    return -(-(units // pair) // splits) * pair
 
 
 def choose_splits(card: Card, units: int, num_tiles: int, step: int) -> int:
-    """K splits of a matrix on a card: what fits 8 rows and leaves the fewest multiprocessors idle."""
+    """K splits of a matrix on a card: what fits 8 rows, leaves few multiprocessors idle and costs little to merge.
+
+    Costs count units of a block; staging the rows weighs as much as 1.5 tiles, a tile's merge as 2 units."""
     best, best_cost = 0, float("inf")
+    blocks = -(-num_tiles // step)
     for splits in SPLIT_CHOICES:
-        if splits > units or rows_shared_bytes(card, 8, -(-units // splits), False) > card.shared_bytes:
+        size = split_size(units, splits)
+        if splits > max(1, units // 2) or rows_shared_bytes(card, 8, size, False) > card.shared_bytes:
             continue
-        groups = max(1, card.num_sms // splits)
-        blocks = -(-num_tiles // step)
-        tiles = -(-blocks // min(groups, blocks)) * step
-        cost = tiles * (units / splits) * (1.0 if splits == 1 else 1.03 + 0.01 * splits)
+        tiles = -(-blocks // max(1, min(card.num_sms // splits, blocks))) * step
+        cost = (tiles + 1.5) * size * (1 + 0.08 * (splits - 1)) + (2 * tiles if splits > 1 else 0)
         if cost < best_cost * 0.999:
             best, best_cost = splits, cost
     if not best:

@@ -187,6 +187,9 @@ class CudaDevice:
             raise GpuError(f"{name} takes {static} bytes of shared memory, the limit here is {self.card.shared_bytes}.")
         self._check(self._driver.cuFuncSetAttribute(
             function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.card.shared_bytes - static))
+        # One division of cache and shared memory for all: a multiprocessor must drain before it changes it.
+        self._check(self._driver.cuFuncSetAttribute(
+            function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
 
     def launch(self, function: Any, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool) -> None:

@@ -99,13 +99,15 @@ def stage_times(model: Model, state, rows: int, line) -> None:
         "attention out": (attentions, lambda w: backend.add_linear(w.output, ao, x), lambda w: w.output.nbytes),
         "gate up": (layers, lambda w: backend.gate_up(w.feed_forward.norm, w.feed_forward.gate_up, x, h),
                     lambda w: w.feed_forward.gate_up.nbytes),
+        "head": ([model.weights] * 4, lambda w: backend.head(w.final_norm, w.head, x, model.final_rows.rows(rows), model.logit_rows.rows(rows)),
+                 lambda w: w.head.nbytes),
         "down": (layers, lambda w: backend.add_linear(w.feed_forward.down, h, x), lambda w: w.feed_forward.down.nbytes),
     }
     total = 0.0
     for name, (some, run, size) in stages.items():
         replay = backend.record(lambda some=some, run=run: [run(w) for w in some])
         each = timed(backend, replay, 12) * 1000 / len(some)
-        total += each * len(some)
+        total += each * (1 if name == "head" else len(some))
         line(f"  {name}, {rows} rows", f"{each:7.2f} us x {len(some)}   {size(some[0]) / 1e6:6.1f} MB   {size(some[0]) / each / 1e6:5.2f} TB/s")
     line(f"  all stages, {rows} rows", f"{total / 1000:.3f} ms")
 

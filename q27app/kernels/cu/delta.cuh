@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 constexpr int DIM = DELTA_DIM, KEY_HEADS = DELTA_KEY_HEADS, VALUE_HEADS = DELTA_VALUE_HEADS;
-constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM, WIDTH = VALUE_HEADS * DIM, HEADS_PER_KEY = VALUE_HEADS / KEY_HEADS;
+constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM;
 constexpr int WINDOW = CONV_WIDTH - 1;
 constexpr int VALUES = 16, LANES = DIM / VALUES;
 constexpr int COLUMNS = DIM / SLICES;                        // value dims of a block
@@ -22,15 +22,14 @@ struct Delta {
   const float* dt_bias;
   const float* norm;          // [DIM]
   unsigned char* slots;
+  const int* positions;       // [rows]
   const int* row_starts;
   const int* slot_ids;
   const int* accepted;        // commit: rows to fold of each sequence; else null
   float* record;              // deferred: [rows, CHANNELS + 2 VALUE_HEADS]; else null
-  float* raw;                 // [rows, WIDTH] o before the gated norm
-  float* out;                 // [rows, WIDTH]; null in a commit
+  float* out;                 // [rows, out_stride]; the row family leaves out the gated norm; null in a commit
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
   float* gates;               // prefill: [rows, VALUE_HEADS, 2] decay, beta
-  int* counters;              // [seqs * KEY_HEADS * layers], zero between launches
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
@@ -135,23 +134,12 @@ __device__ __forceinline__ void gated_norm(const float* o, const float* z, const
     out[lane + 32 * i] = __fmul_rn(__fmul_rn(__fmul_rn(value[i], rms), norm[lane + 32 * i]), silu(z[lane + 32 * i]));
 }
 
-// The channels of a key head's group: its q and k, then the values of its heads. channel 0 .. GROUP_CHANNELS - 1.
-constexpr int GROUP_CHANNELS = (2 + HEADS_PER_KEY) * DIM;
-__device__ __forceinline__ int group_channel(int key_head, int i) {
-  const int part = i / DIM, d = i % DIM;
-  if (part == 0) return key_head * DIM + d;
-  if (part == 1) return (KEY_HEADS + key_head) * DIM + d;
-  return (2 * KEY_HEADS + key_head + (part - 2) * KEY_HEADS) * DIM + d;
-}
+// Row of the window that holds the raw inputs of a position. One row more than the convolution looks back: the row that is
+// written is never one that another block still reads.
+__device__ __forceinline__ int window_row(int position) { return position % CONV_WIDTH; }
 
-// The window after `rows` more rows; source points at the first of them.
-__device__ __forceinline__ void advance_window(float* window, const float* source, int stride, int rows, int channel) {
-  float next[WINDOW];
-#pragma unroll
-  for (int j = 0; j < WINDOW; ++j) {
-    const int row = rows - WINDOW + j;
-    next[j] = row >= 0 ? source[(long long)row * stride + channel] : window[(j + rows) * CHANNELS + channel];
-  }
-#pragma unroll
-  for (int j = 0; j < WINDOW; ++j) window[j * CHANNELS + channel] = next[j];
+// Keep the last inputs of `rows` rows from `position` on; source points at the first of them.
+__device__ __forceinline__ void advance_window(float* window, const float* source, int stride, int rows, int position, int channel) {
+  for (int row = max(0, rows - CONV_WIDTH); row < rows; ++row)
+    window[window_row(position + row) * CHANNELS + channel] = source[(long long)row * stride + channel];
 }

@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_
       for (int j = 0; j < CONV_WIDTH; ++j) {
         taps[j] = p.conv[channel * CONV_WIDTH + j];
         const int back = WINDOW - j;
-        past[j] = back <= before ? y[channel - (long long)back * p.y_stride] : window[(WINDOW + before - back) * CHANNELS + channel];
+        const int from = window_row(p.positions[row] + CONV_WIDTH - back);
+        past[j] = back <= before ? y[channel - (long long)back * p.y_stride] : window[from * CHANNELS + channel];
       }
       heads[warp][lane + 32 * i] = convolve(taps, past);
     }
@@ -84,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __
     __syncthreads();
     const Stage& stage = stages[at];
     const int count = min(STAGE_ROWS, rows - done);
-    float* raw = p.raw + (long long)(first + done) * WIDTH + head * DIM + slice * COLUMNS + column;
+    float* out = p.out + (long long)(first + done) * p.out_stride + head * DIM + slice * COLUMNS + column;
 #pragma unroll 2
     for (int r = 0; r < count; ++r) {
       const float o = s.step(stage.q[r], stage.k[r], stage.v[r][column], stage.gates[r][0], stage.gates[r][1], j);
-      if (j == 0) raw[(long long)r * WIDTH] = o;
+      if (j == 0) out[(long long)r * p.out_stride] = o;
     }
     __syncthreads();
   }
@@ -102,11 +103,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_outputs(const __grid
     const int seq = blockIdx.x - total, first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first;
     float* window = window_of(p, p.slot_ids[seq], p.layer);
     for (int channel = threadIdx.x; channel < CHANNELS; channel += THREADS)
-      advance_window(window, p.y + (long long)first * p.y_stride, p.y_stride, rows, channel);
+      advance_window(window, p.y + (long long)first * p.y_stride, p.y_stride, rows, p.positions[first], channel);
     return;
   }
   const long long row = blockIdx.x;
-  for (int head = warp; head < VALUE_HEADS; head += WARPS)
-    gated_norm(p.raw + row * WIDTH + head * DIM, p.y + row * p.y_stride + p.z_offset + head * DIM, p.norm,
-               p.out + row * p.out_stride + head * DIM, p.eps);
+  for (int head = warp; head < VALUE_HEADS; head += WARPS) {
+    float* o = p.out + row * p.out_stride + head * DIM;
+    gated_norm(o, p.y + row * p.y_stride + p.z_offset + head * DIM, p.norm, o, p.eps);
+  }
 }

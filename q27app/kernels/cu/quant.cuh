@@ -44,9 +44,9 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
     for (int s = 0; s < 4; ++s) a[s] = *reinterpret_cast<const uint4*>(unit + s * 512 + lane * 16);
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
-      float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-      mma_f16(even, a[0].x, a[0].y, a[0].z, a[0].w, b[nb][0], b[nb][1]);
-      mma_f16(odd, a[1].x, a[1].y, a[1].z, a[1].w, b[nb][2], b[nb][3]);
+      float even[4], odd[4];
+      mma_f16_from(even, a[0].x, a[0].y, a[0].z, a[0].w, b[nb][0], b[nb][1], 0.0f, 0.0f, 0.0f, 0.0f);
+      mma_f16_from(odd, a[1].x, a[1].y, a[1].z, a[1].w, b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
       mma_f16(even, a[2].x, a[2].y, a[2].z, a[2].w, b[nb][4], b[nb][5]);
       mma_f16(odd, a[3].x, a[3].y, a[3].z, a[3].w, b[nb][6], b[nb][7]);
 #pragma unroll
@@ -62,9 +62,9 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
         const float start0 = 8.0f * minus_sum[nb][0], start1 = 8.0f * minus_sum[nb][1];
-        float low[4] = {start0, start1, start0, start1}, high[4] = {0, 0, 0, 0};
-        mma_f16(low, w.x & LOW, w.y & LOW, x8 & LOW, y8 & LOW, b[nb][0], b[nb][1]);
-        mma_f16(high, w.x & HIGH, w.y & HIGH, x8 & HIGH, y8 & HIGH, b[nb][2], b[nb][3]);
+        float low[4], high[4];
+        mma_f16_from(low, w.x & LOW, w.y & LOW, x8 & LOW, y8 & LOW, b[nb][0], b[nb][1], start0, start1, start0, start1);
+        mma_f16_from(high, w.x & HIGH, w.y & HIGH, x8 & HIGH, y8 & HIGH, b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
         mma_f16(low, w.z & LOW, w.w & LOW, z8 & LOW, w8 & LOW, b[nb][4], b[nb][5]);
         mma_f16(high, w.z & HIGH, w.w & HIGH, z8 & HIGH, w8 & HIGH, b[nb][6], b[nb][7]);
 #pragma unroll
@@ -77,11 +77,11 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
         const float start0 = 128.0f * minus_sum[nb][0], start1 = 128.0f * minus_sum[nb][1];
-        float even[4] = {start0, start1, start0, start1}, odd[4] = {0, 0, 0, 0};
-        mma_f16(even, __byte_perm(w0.x, 0, 0x4140), __byte_perm(w0.y, 0, 0x4140), __byte_perm(w0.x, 0, 0x4342),
-                __byte_perm(w0.y, 0, 0x4342), b[nb][0], b[nb][1]);
-        mma_f16(odd, __byte_perm(w0.z, 0, 0x4140), __byte_perm(w0.w, 0, 0x4140), __byte_perm(w0.z, 0, 0x4342),
-                __byte_perm(w0.w, 0, 0x4342), b[nb][2], b[nb][3]);
+        float even[4], odd[4];
+        mma_f16_from(even, __byte_perm(w0.x, 0, 0x4140), __byte_perm(w0.y, 0, 0x4140), __byte_perm(w0.x, 0, 0x4342),
+                     __byte_perm(w0.y, 0, 0x4342), b[nb][0], b[nb][1], start0, start1, start0, start1);
+        mma_f16_from(odd, __byte_perm(w0.z, 0, 0x4140), __byte_perm(w0.w, 0, 0x4140), __byte_perm(w0.z, 0, 0x4342),
+                     __byte_perm(w0.w, 0, 0x4342), b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
         mma_f16(even, __byte_perm(w1.x, 0, 0x4140), __byte_perm(w1.y, 0, 0x4140), __byte_perm(w1.x, 0, 0x4342),
                 __byte_perm(w1.y, 0, 0x4342), b[nb][4], b[nb][5]);
         mma_f16(odd, __byte_perm(w1.z, 0, 0x4140), __byte_perm(w1.w, 0, 0x4140), __byte_perm(w1.z, 0, 0x4342),

@@ -230,6 +230,11 @@ inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   }
   emulated::warp_barrier();
 }
+inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0,
+                         float c1, float c2, float c3) {
+  d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
+  mma_f16(d, a0, a1, a2, a3, b0, b1);
+}
 inline void load_transposed(uint32_t (&out)[4], const void* row) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;

@@ -1,0 +1,105 @@
+// Activation rows on their way into the tensor cores: norm (or gated norm), a power-of-two scale, fp16, sums of units.
+//
+// A thread takes 4 columns of every 1,024, a warp 128 at a time (one head of the delta rule), half a warp a unit: sums and
+// maxima have one order whoever converts a row.
+#pragma once
+#include "quant.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, GATED_HEAD = 128;
+enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3 };   // where a row comes from
+
+struct Rows {
+  const float* x;
+  const float* norm;         // NORMED [cols], GATED [128]
+  const float* gate;         // GATED: z of row 0
+  const int* row_map;        // row of x for each row, or null
+  uint16_t* halves;          // HALVES: [rows, staged_units * 64]
+  float* minus_sums;         // HALVES: [rows, staged_units]
+  float* inverse;            // HALVES: [rows, splits]
+  int cols, units, wrap, splits, x_stride, gate_stride;
+  float eps;
+};
+
+__device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.wrap : p.units; }
+// First unit of a split: splits hold whole pairs of units where the units are even.
+__device__ __forceinline__ int split_unit(const Rows& p, int split) {
+  const int pair = p.units % 2 ? 1 : 2;
+  return p.units / pair * split / p.splits * pair;
+}
+
+// Four columns of a row before the scale; squares: of what the norm is over.
+template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows& p, const float4* x, const float4* gate, int k, float& squares) {
+  float4 v = x[k];
+  squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+  if constexpr (SOURCE == NORMED) {
+    const float4 w = reinterpret_cast<const float4*>(p.norm)[k];
+    v.x = __fmul_rn(v.x, w.x), v.y = __fmul_rn(v.y, w.y), v.z = __fmul_rn(v.z, w.z), v.w = __fmul_rn(v.w, w.w);
+  }
+  if constexpr (SOURCE == GATED) {
+    const float4 w = reinterpret_cast<const float4*>(p.norm)[k % (GATED_HEAD / 4)], z = gate[k];
+    const float rms = rsqrtf(warp_sum(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, __fmul_rn(v.w, v.w))))) / (float)GATED_HEAD + p.eps);
+    v.x = __fmul_rn(__fmul_rn(__fmul_rn(v.x, rms), w.x), silu(z.x)), v.y = __fmul_rn(__fmul_rn(__fmul_rn(v.y, rms), w.y), silu(z.y));
+    v.z = __fmul_rn(__fmul_rn(__fmul_rn(v.z, rms), w.z), silu(z.z)), v.w = __fmul_rn(__fmul_rn(__fmul_rn(v.w, rms), w.w), silu(z.w));
+  }
+  return v;
+}
+
+// One row, `units` units from `first`, by the whole block. stats: [16] shared floats of this row. sums[u * sums_stride].
+template <int SOURCE>
+__device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int units, float* stats, uint16_t* halves, float* sums,
+                                          int sums_stride, float* inverse) {
+  constexpr int KEEP = 6;   // pieces of 1,024 columns that stay in registers between the two passes
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = threadIdx.x % 16;
+  const int source = p.row_map ? p.row_map[row] : row, cols4 = p.cols / 4;
+  const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
+  const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
+  // A norm is over the whole row, a scale over what is staged.
+  const int begin = SOURCE == NORMED ? 0 : first * (UNIT_COLS / 4);
+  const int end = SOURCE == NORMED ? cols4 : min(cols4, (first + units) * (UNIT_COLS / 4));
+  float squares = 0.0f, largest = 0.0f;
+  float4 kept[KEEP];
+#pragma unroll
+  for (int i = 0; i < KEEP; ++i) {
+    const int k = begin + threadIdx.x + i * THREADS;
+    kept[i] = make_float4(0, 0, 0, 0);
+    if (k < end) kept[i] = staged_value<SOURCE>(p, x, gate, k, squares);
+    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(kept[i].x), fabsf(kept[i].y)), fmaxf(fabsf(kept[i].z), fabsf(kept[i].w))));
+  }
+  for (int k = begin + threadIdx.x + KEEP * THREADS; k < end; k += THREADS) {
+    const float4 v = staged_value<SOURCE>(p, x, gate, k, squares);
+    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  }
+  const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
+  largest = warp_max(largest);
+  if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
+  __syncthreads();
+  float sum = 0.0f, top = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) sum = __fadd_rn(sum, stats[w]), top = fmaxf(top, stats[WARPS + w]);
+  const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
+  const float scale = half_range_scale(__fmul_rn(top, rms)), factor = __fmul_rn(rms, scale);
+  if (threadIdx.x == 0) *inverse = power_inverse(scale);
+  const int offset = SOURCE == NORMED ? first * (UNIT_COLS / 4) : 0;   // of the staged columns in what was read
+  const int last = units * (UNIT_COLS / 4);
+  auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
+    const uint32_t low = half2_from_floats(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor));
+    const uint32_t high = half2_from_floats(__fmul_rn(v.z, factor), __fmul_rn(v.w, factor));
+    float total = __fadd_rn(__fadd_rn(half_to_float((uint16_t)low), half_to_float((uint16_t)(low >> 16))),
+                            __fadd_rn(half_to_float((uint16_t)high), half_to_float((uint16_t)(high >> 16))));
+#pragma unroll
+    for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
+    if (at < 0 || at >= last) return;
+    *reinterpret_cast<uint2*>(halves + at * 4) = make_uint2(low, high);
+    if (part == 0) sums[at / 16 * sums_stride] = -CODE_SCALE * total;
+  };
+#pragma unroll
+  for (int i = 0; i < KEEP; ++i)
+    if (i * THREADS < last + offset) convert(threadIdx.x + i * THREADS - offset, kept[i]);
+  for (int i = KEEP * THREADS; i < last + offset; i += THREADS) {
+    const int k = begin + threadIdx.x + i;
+    float unused = 0.0f;
+    float4 v = make_float4(0, 0, 0, 0);
+    if (k < end) v = staged_value<SOURCE>(p, x, gate, k, unused);
+    convert(threadIdx.x + i - offset, v);
+  }
+}
