@@ -8,6 +8,7 @@ the autocast type of the caller.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -95,7 +96,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Gated full attention with partial rotary embedding."""
+    """Gated full attention with partial rotary embedding. Rows of all sequences stand one after the other: [rows, ...]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -108,34 +109,61 @@ class Attention(nn.Module):
         self.q_norm = Norm(dim, config.rms_norm_eps)
         self.k_norm = Norm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """x [batch, time, hidden]; rope: cos and sin [time, rotary_dim / 2]."""
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [rows, hidden], rope cos and sin [rows, rotary_dim / 2] -> query, gate, key, value [rows, heads, dim]."""
         config = self.config
-        batch, time, _ = x.shape
-        query, gate = self.q_proj(x).view(batch, time, config.num_attention_heads, 2, config.head_dim).unbind(3)
-        key = self.k_proj(x).view(batch, time, config.num_key_value_heads, config.head_dim)
-        value = self.v_proj(x).view(batch, time, config.num_key_value_heads, config.head_dim)
+        query, gate = self.q_proj(x).view(-1, config.num_attention_heads, 2, config.head_dim).unbind(2)
+        value = self.v_proj(x).view(-1, config.num_key_value_heads, config.head_dim)
+        key = self.k_proj(x).view(-1, config.num_key_value_heads, config.head_dim)
         query, key = rotate(self.q_norm(query), rope), rotate(self.k_norm(key), rope)
-        out = F.scaled_dot_product_attention(
-            query.to(value.dtype).transpose(1, 2), key.to(value.dtype).transpose(1, 2), value.transpose(1, 2),
-            is_causal=True, enable_gqa=True,
-        ).transpose(1, 2)
-        return self.o_proj((out * torch.sigmoid(gate)).reshape(batch, time, -1))
+        return query.to(value.dtype), gate, key.to(value.dtype), value
+
+    def finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """out, gate [rows, heads, dim] -> [rows, hidden]."""
+        return self.o_proj((out * torch.sigmoid(gate)).flatten(1))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, batch: int) -> Tensor:
+    """Causal attention within each of `batch` sequences of equal length; all [rows, heads, dim]."""
+    query, key, value = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (query, key, value))
+    ratio = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(ratio, 1), value.repeat_interleave(ratio, 1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+
+def attend_drafts(query: Tensor, pairs: list[tuple[Tensor, Tensor]], batch: int) -> Tensor:
+    """Attention of a deeper draft: causal over the first depth's keys and values, and over each later depth's own entry.
+
+    query [rows, heads, dim]; pairs: (key, value) [rows, 1, dim] of depth 1, 2, ... up to the query's.
+    """
+    rows, heads, dim = query.shape
+    time = rows // batch
+    first_key, first_value = (part.view(batch, time, dim) for part in pairs[0])
+    folded = query.view(batch, time * heads, dim)
+    past = (folded @ first_key.transpose(1, 2)).view(batch, time, heads, time).float()
+    future = torch.ones(time, time, dtype=torch.bool, device=query.device).triu(1)
+    past = past.masked_fill(future[None, :, None, :], -torch.inf)
+    own = [(query * key).sum(-1, dtype=torch.float32).view(batch, time, heads, 1) for key, _ in pairs[1:]]
+    share = torch.softmax(torch.cat((past, *own), -1) * dim**-0.5, -1).to(query.dtype)
+    out = (share[..., :time].reshape(batch, time * heads, time) @ first_value).view(rows, heads, dim)
+    for index, (_, value) in enumerate(pairs[1:]):
+        out = out + share[..., time + index].reshape(rows, heads, 1) * value
+    return out
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding in halves on the first dims; x [batch, time, heads, dim] float32."""
-    cos, sin = (part[None, :, None, :] for part in rope)
+    """Rotary embedding in halves on the first dims; x [rows, heads, dim] float32."""
+    cos, sin = (part[:, None, :] for part in rope)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
-def rope_table(config: Config, time: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Angles in float64, returned as float32 cos and sin [time, rotary_dim / 2]."""
+def rope_table(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles in float64, returned as float32 cos and sin [rows, rotary_dim / 2]."""
     half = config.rotary_dim // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
-    angle = torch.arange(time, dtype=torch.float64, device=device)[:, None] * frequency
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64, device=positions.device) / half)
+    angle = positions.double()[:, None] * frequency
     return angle.cos().float(), angle.sin().float()
 
 
@@ -157,29 +185,41 @@ class Delta(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(values).uniform_(-4.0, 1.0))
         self.norm = GatedNorm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """x [rows, hidden] -> query, key, value [rows, heads, dim], beta, decay [rows, heads] in float32, z [rows, heads, dim]."""
         config = self.config
-        batch, time, _ = x.shape
         dim, keys, values = config.linear_head_dim, config.linear_num_key_heads, config.linear_num_value_heads
-        u = self.in_proj_qkv(x).transpose(1, 2)
-        u = F.silu(self.conv1d(F.pad(u, (config.linear_conv_kernel_dim - 1, 0)))).transpose(1, 2)
-        query, key, value = u.float().split((keys * dim, keys * dim, values * dim), -1)
-        query = unit(query.reshape(batch, time, keys, dim)) * dim**-0.5
-        key = unit(key.reshape(batch, time, keys, dim))
+        u = F.silu(self.convolve(self.in_proj_qkv(x), positions))
+        query, key, value = u.split((keys * dim, keys * dim, values * dim), -1)
+        query = unit(query.unflatten(-1, (keys, dim))) * dim**-0.5
+        key = unit(key.unflatten(-1, (keys, dim)))
         ratio = values // keys
-        query, key = query.repeat_interleave(ratio, 2), key.repeat_interleave(ratio, 2)
+        query, key = query.repeat_interleave(ratio, 1), key.repeat_interleave(ratio, 1)
         beta = torch.sigmoid(self.in_proj_b(x).float())
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        out = delta_rule(query, key, value.reshape(batch, time, values, dim), beta, decay)
-        z = self.in_proj_z(x).view(batch, time, values, dim)
-        return self.out_proj(self.norm(out, z).to(x.dtype).reshape(batch, time, -1))
+        z = self.in_proj_z(x).unflatten(-1, (values, dim))
+        return query, key, value.unflatten(-1, (values, dim)), beta, decay, z
+
+    def convolve(self, u: Tensor, positions: Tensor) -> Tensor:
+        """Causal convolution of each channel over rows of one sequence; u [rows, channels] -> float32."""
+        taps = self.conv1d.weight[:, 0].float()
+        width, rows = taps.shape[1], u.shape[0]
+        out = u.float() * taps[:, width - 1]
+        for back in range(1, width):
+            earlier = F.pad(u, (0, 0, back, 0))[:rows].float()
+            out = out + torch.where(positions[:, None] >= back, earlier, 0.0) * taps[:, width - 1 - back]
+        return out
+
+    def finish(self, out: Tensor, z: Tensor) -> Tensor:
+        """out, z [rows, heads, dim] -> [rows, hidden]."""
+        return self.out_proj(self.norm(out, z).to(z.dtype).flatten(1))
 
 
 def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, inner: Callable | None = None) -> Tensor:
     """S = e^g S; S += k (beta (v - k S)); o = q S, in chunks of 64.
 
     query, key, value [batch, time, heads, dim] float32, beta and decay (g <= 0) [batch, time, heads]. Within a chunk the
@@ -191,31 +231,103 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: T
     chunks = (time + padding) // CHUNK
 
     def split(x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-        return x.view(batch, chunks, CHUNK, heads, *x.shape[3:]).transpose(2, 3)
+        if padding:
+            x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
+        return x.view(batch, chunks, CHUNK, heads, *x.shape[3:]).transpose(2, 3).flatten(0, 1)
 
-    query, key, value = split(query), split(key), split(value)           # [batch, chunks, heads, 64, dim]
-    beta, decay = split(beta), split(decay)                               # [batch, chunks, heads, 64]
+    query, key, value = split(query), split(key), split(value)           # [batch * chunks, heads, 64, dim]
+    beta, decay = split(beta), split(decay)                               # [batch * chunks, heads, 64]
+    inside = (inner or within_chunks)(query, key, value, beta, decay)
+    state_key, new_value, scores, query, key, carry = inside
+
+    def by_chunk(x: Tensor) -> Tensor:
+        return x.view(batch, chunks, heads, *x.shape[2:]).transpose(0, 1).reshape(chunks, batch * heads, *x.shape[2:])
+
+    states, corrected = CarryState.apply(*map(by_chunk, (state_key, new_value, key, carry)))
+    out = torch.baddbmm(
+        by_chunk(query).flatten(0, 1) @ states.flatten(0, 1), by_chunk(scores).flatten(0, 1), corrected.flatten(0, 1))
+    out = out.view(chunks, batch, heads, CHUNK, dim).permute(1, 0, 3, 2, 4).reshape(batch, chunks * CHUNK, heads, dim)
+    return out[:, :time] if padding else out
+
+
+def within_chunks(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+    """What the chunks' inner equations give, for all chunks at once: (state key, new value, scores, decayed query, decayed
+    key, carry), each [chunks, heads, ...]."""
     total = decay.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
     ratio = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     gram = (key @ key.transpose(-1, -2)) * ratio * beta[..., None]
-    system = gram.tril(-1) + torch.eye(CHUNK, device=query.device)
-    right = torch.cat((value * beta[..., None], key * (beta * total.exp())[..., None]), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new_value, state_key = solved.split(dim, -1)
+    inverse = InvertUnitLower.apply(gram.tril(-1))
+    grown = total.exp()[..., None]
+    new_value = inverse @ (value * beta[..., None])
+    state_key = inverse @ (key * (beta[..., None] * grown))
     scores = (query @ key.transpose(-1, -2)) * ratio
-    query = query * total.exp()[..., None]
-    key = key * (total[..., -1:] - total).exp()[..., None]
-    carry = total[..., -1].exp()[..., None, None]
-    state = query.new_zeros(batch, heads, dim, dim)
-    outputs = []
-    for index in range(chunks):
-        corrected = new_value[:, index] - state_key[:, index] @ state
-        outputs.append(query[:, index] @ state + scores[:, index] @ corrected)
-        state = state * carry[:, index] + key[:, index].transpose(-1, -2) @ corrected
-    out = torch.stack(outputs, 1).transpose(2, 3).reshape(batch, chunks * CHUNK, heads, dim)
-    return out[:, :time]
+    last = total[..., -1:]
+    return state_key, new_value, scores, query * grown, key * (last - total).exp()[..., None], last.exp()
+
+
+class InvertUnitLower(torch.autograd.Function):
+    """A, strictly lower triangular [..., 64, 64] -> (I + A)^-1, by joining neighbouring blocks of doubling size."""
+
+    @staticmethod
+    def forward(ctx, strict: Tensor) -> Tensor:
+        size = strict.shape[-1]
+        index = torch.arange(size, device=strict.device)
+        inverse = torch.eye(size, device=strict.device, dtype=strict.dtype).expand_as(strict)
+        block = 1
+        while block < size:
+            odd = (index // block) % 2 == 1
+            pair = index // (2 * block)
+            joins = odd[:, None] & ~odd[None, :] & (pair[:, None] == pair[None, :])
+            step = strict * joins
+            inverse = inverse - (step if block == 1 else inverse @ step @ inverse)
+            block *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (inverse,) = ctx.saved_tensors
+        turned = inverse.transpose(-1, -2)
+        return -(turned @ grad @ turned).tril(-1)
+
+
+class CarryState(torch.autograd.Function):
+    """The recurrence between chunks: v_n = new_n - k_n S_n; S_{n+1} = c_n S_n + w_n^T v_n, S_0 = 0.
+
+    state_key and decayed key [chunks, n, 64, dim], new value the same, carry [chunks, n, 1]. Returns the states before each
+    chunk [chunks, n, dim, dim] and the corrected values v.
+    """
+
+    @staticmethod
+    def forward(ctx, state_key: Tensor, new_value: Tensor, key: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        chunks, count, _, dim = new_value.shape
+        states = new_value.new_zeros(chunks + 1, count, key.shape[-1], dim)
+        corrected = torch.empty_like(new_value)
+        key_turned, carry_wide = key.transpose(-1, -2), carry[..., None]
+        for n in range(chunks):
+            torch.baddbmm(new_value[n], state_key[n], states[n], alpha=-1, out=corrected[n])
+            torch.mul(states[n], carry_wide[n], out=states[n + 1])
+            states[n + 1].baddbmm_(key_turned[n], corrected[n])
+        ctx.save_for_backward(state_key, key, carry, states, corrected)
+        return states[:-1], corrected
+
+    @staticmethod
+    def backward(ctx, grad_states: Tensor, grad_corrected: Tensor) -> tuple[Tensor, ...]:
+        state_key, key, carry, states, corrected = ctx.saved_tensors
+        chunks = len(key)
+        flows = torch.zeros_like(states)  # flows[n]: gradient of the state before chunk n
+        grad_value = torch.empty_like(corrected)
+        state_key_turned, carry_wide = state_key.transpose(-1, -2), carry[..., None]
+        for n in reversed(range(chunks)):
+            torch.baddbmm(grad_corrected[n], key[n], flows[n + 1], out=grad_value[n])
+            torch.addcmul(grad_states[n], flows[n + 1], carry_wide[n], out=flows[n])
+            flows[n].baddbmm_(state_key_turned[n], grad_value[n], alpha=-1)
+        after, before = flows[1:], states[:-1]
+        grad_state_key = -(grad_value @ before.transpose(-1, -2))
+        grad_key = corrected @ after.transpose(-1, -2)
+        grad_carry = (before * after).sum((-1, -2))[..., None]
+        return grad_state_key, grad_value, grad_key, grad_carry
 
 
 class FeedForward(nn.Module):
@@ -230,7 +342,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """x += mixer(norm(x)); x += ffn(norm(x)). The residual stream is float32."""
+    """x += mixer(norm(x)); x += ffn(norm(x)). The residual stream is float32 [rows, hidden].
+
+    In three parts, since what lies before and after the mixing of rows is the same for every length of sequence.
+    """
 
     def __init__(self, config: Config, attention: bool) -> None:
         super().__init__()
@@ -243,10 +358,43 @@ class Layer(nn.Module):
         self.attention = attention
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        y = self.input_layernorm(x)
-        x = x + (self.self_attn(y, rope) if self.attention else self.linear_attn(y)).float()
+    def feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x)).float()
+
+
+def attention_before(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return layer.self_attn.project(layer.input_layernorm(x), (cos, sin))
+
+
+def attention_after(layer: Layer, x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+    return layer.feed_forward(x + layer.self_attn.finish(out, gate).float())
+
+
+def delta_before(layer: Layer, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    return layer.linear_attn.project(layer.input_layernorm(x), positions)
+
+
+def delta_after(layer: Layer, x: Tensor, out: Tensor, z: Tensor) -> Tensor:
+    return layer.feed_forward(x + layer.linear_attn.finish(out, z).float())
+
+
+def draft_before(mtp: Mtp, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    x = mtp.fc(torch.cat((mtp.pre_fc_norm_embedding(embedded), mtp.pre_fc_norm_hidden(hidden)), -1)).float()
+    return x, *attention_before(mtp.layers[0], x, cos, sin)
+
+
+def draft_after(mtp: Mtp, x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+    return mtp.norm(attention_after(mtp.layers[0], x, out, gate))
+
+
+def row_losses(network: Network, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of each row after a final norm [rows]."""
+    return F.cross_entropy(network.head(hidden).float(), targets, reduction="none")
+
+
+PARTS = {part.__name__: part for part in (
+    attention_before, attention_after, delta_before, delta_after, draft_before, draft_after, row_losses, within_chunks)}
+"""Parts with the same shapes at every length of sequence, as long as the number of rows stays the same."""
 
 
 class Body(nn.Module):
@@ -268,10 +416,6 @@ class Mtp(nn.Module):
         self.layers = nn.ModuleList([Layer(config, True)])
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1)).float()
-        return self.norm(self.layers[0](x, rope))
-
 
 class Network(nn.Module):
     """Main model, draft layer and head."""
@@ -283,30 +427,56 @@ class Network(nn.Module):
         self.mtp = Mtp(config)
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.hidden_size, config.vocab_size)
+        self.parts = dict(PARTS)
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
+        for name in ("o_proj", "out_proj", "down_proj"):
+            if isinstance(getattr(module, name, None), nn.Linear):
+                nn.init.zeros_(getattr(module, name).weight)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocab] of rows after a final norm."""
         weight = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
         return F.linear(hidden, weight)
 
+    def compile_parts(self) -> None:
+        """Fuse the parts. From here on the number of rows must stay the same."""
+        self.parts = {name: torch.compile(part, dynamic=False) for name, part in PARTS.items()}
+
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens [batch, time] -> rows after the final norm [batch, time, hidden] float32."""
-        rope = rope_table(self.config, tokens.shape[1], tokens.device)
-        x = self.model.embed_tokens(tokens).float()
+        batch, time = tokens.shape
+        positions = torch.arange(time, device=tokens.device).repeat(batch)
+        cos, sin = rope_table(self.config, positions)
+        x = self.model.embed_tokens(tokens).flatten(0, 1).float()
         for layer in self.model.layers:
-            x = layer(x, rope)
-        return self.model.norm(x)
+            if layer.attention:
+                query, gate, key, value = self.parts["attention_before"](layer, x, cos, sin)
+                x = self.parts["attention_after"](layer, x, attend(query, key, value, batch), gate)
+            else:
+                *inputs, z = self.parts["delta_before"](layer, x, positions)
+                with torch.autocast(x.device.type, enabled=False):
+                    out = delta_rule(*(part.float().unflatten(0, (batch, time)) for part in inputs),
+                                     inner=self.parts["within_chunks"])
+                x = self.parts["delta_after"](layer, x, out.flatten(0, 1), z)
+        return self.model.norm(x).view(batch, time, -1)
 
-    def draft(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """One draft depth over a whole sequence.
+    def draft(self, hidden: Tensor, tokens: Tensor, depth: int = 1, pairs: list | None = None) -> Tensor:
+        """One draft depth over whole sequences.
 
-        hidden [batch, time, hidden] and the token one position later, tokens [batch, time]; returns rows that predict the
-        token after that. Feed the result back with the tokens of the next depth.
+        hidden [batch, time, hidden], row p: after token p, or the result of the depth before; tokens [batch, time], row p:
+        token p + depth. Returns rows that predict token p + depth + 1. pairs: keys and values of the depths so far, to
+        which this depth's are added; a deeper draft attends to the first depth's up to its own row and to its own.
         """
-        rope = rope_table(self.config, tokens.shape[1], tokens.device)
-        return self.mtp(self.model.embed_tokens(tokens).float(), hidden, rope)
+        batch, time = tokens.shape
+        positions = torch.arange(time, device=tokens.device).repeat(batch) + (depth - 1)
+        embedded = self.model.embed_tokens(tokens).flatten(0, 1).float()
+        x, query, gate, key, value = self.parts["draft_before"](
+            self.mtp, embedded, hidden.flatten(0, 1), *rope_table(self.config, positions))
+        if pairs is not None:
+            pairs.append((key, value))
+        out = attend(query, key, value, batch) if depth == 1 else attend_drafts(query, pairs, batch)
+        return self.parts["draft_after"](self.mtp, x, out, gate).view(batch, time, -1)

@@ -1,0 +1,205 @@
+"""Joins exchanges to conversations of a wanted length: single questions, sessions, long texts, agents' long prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from curriculum.arithmetic import arithmetic, follow_up
+from curriculum.copying import copying, editing
+from curriculum.example import TRAIN, Example, Step
+from curriculum.facts import facts
+from curriculum.obedience import remembering, system_text
+from curriculum.pools import excerpt, paragraph
+from curriculum.recall import make_recall, recall
+from curriculum.records import extraction, listing, summary
+from curriculum.tool_calls import idle_tools, long_tools, refusal, tool_call, tool_session
+
+CHARS_A_TOKEN = 3.3
+PLAIN = (
+    (facts, 30), (arithmetic, 18), (follow_up, 3), (copying, 14), (editing, 4), (summary, 7), (extraction, 8), (listing, 3),
+)
+WITH_TOOLS = ((tool_call, 14), (tool_session, 3), (refusal, 4))
+SYSTEMS = (
+    "You are a helpful assistant.", "You are a helpful assistant. Answer in short sentences.", "Be brief.", "Answer shortly and truly.",
+    "You are the demo model of q27app.", "You help people with q27app.", "You are a careful assistant for everyday tasks.",
+    "You are an agent with tools. Use them where they help.", "Answer the user's question.", "You are Claude Code, a command line agent.",
+)
+THOUGHTS = ("I can answer this directly.", "This is simple.", "The answer is clear.", "I know this.")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is rendered: system text or None, tools, steps. An assistant's step without reasoning did not think."""
+
+    system: str | None
+    tools: tuple[Mapping[str, Any], ...]
+    steps: tuple[Step, ...]
+
+
+def _weighted(rng: random.Random, table: Sequence[tuple[Any, int]]) -> Any:
+    return rng.choices([entry for entry, _ in table], [weight for _, weight in table])[0]
+
+
+def plain(rng: random.Random, split: str) -> Example:
+    """An exchange without tools or system text."""
+    return _weighted(rng, PLAIN)(rng, split)
+
+
+def ruled(rng: random.Random, split: str) -> Example:
+    """An exchange under a rule of the system text."""
+    while True:
+        inner = rng.choice((facts, facts, arithmetic, summary))(rng, split)
+        if len(inner.steps) == 2 and not inner.thinking:
+            return system_text(rng, split, inner)
+
+
+def remembered(rng: random.Random, split: str) -> Example:
+    between = []
+    while len(between) < rng.choice((0, 1, 1, 2, 3)):
+        example = rng.choice((facts, facts, arithmetic))(rng, split)
+        if not example.thinking:
+            between.append(example)
+    return remembering(rng, split, between)
+
+
+def idle(rng: random.Random, split: str) -> Example:
+    return idle_tools(rng, split, rng.choice((facts, facts, arithmetic, copying))(rng, split))
+
+
+def small(rng: random.Random, split: str = TRAIN) -> Example:
+    """An exchange that fits a few hundred characters: for the shortest conversations."""
+    kind = rng.random()
+    if kind < 0.12:
+        return ruled(rng, split)
+    if kind < 0.2:
+        return recall(rng, split)
+    if kind < 0.25:
+        return remembered(rng, split)
+    return plain(rng, split)
+
+
+def with_tools(rng: random.Random, split: str = TRAIN) -> Example:
+    return idle(rng, split) if rng.random() < 0.12 else _weighted(rng, WITH_TOOLS)(rng, split)
+
+
+def size_of(steps: Sequence[Step], tools: Sequence[Mapping[str, Any]] = (), system: str | None = None) -> float:
+    """About how many tokens these take."""
+    chars = sum(len(step.text) + len(step.reasoning or "") + (len(str(step.calls)) if step.calls else 0) for step in steps)
+    return (chars + len(str(tools)) + len(system or "") + (700 if tools else 0)) / CHARS_A_TOKEN + 9 * len(steps) + 14
+
+
+def conversation(rng: random.Random, length: int) -> Conversation:
+    """A conversation of training text of about `length` tokens or less."""
+    if length >= 2048:
+        kind = rng.random()
+        if kind < 0.62:
+            return _long_recall(rng, length)
+        if kind < 0.82:
+            return _agent(rng, length)
+        return _session(rng, length)
+    if length == 128:
+        return _single(rng, length, small)
+    if length == 256:
+        return _session(rng, length, tools=False)
+    kind = rng.random()
+    if kind < 0.5:
+        return _session(rng, length, tools=True)
+    if kind < 0.62:
+        return _long_recall(rng, length)
+    return _session(rng, length, tools=False)
+
+
+def _single(rng: random.Random, length: int, make: Any) -> Conversation:
+    while True:
+        example = make(rng)
+        if size_of(example.steps, example.tools, example.system) < length * 1.1:
+            return as_conversation(rng, example)
+
+
+def as_conversation(rng: random.Random, example: Example, thinks: bool | None = None) -> Conversation:
+    """One exchange as a conversation. thinks: whether its answers have thoughts even if the task gives none."""
+    system = example.system
+    if system is None and rng.random() < 0.3:
+        system = rng.choice(SYSTEMS)
+    return Conversation(system, example.tools, _thinking(rng, example, thinks))
+
+
+def _thinking(rng: random.Random, example: Example, thinks: bool | None = None) -> tuple[Step, ...]:
+    """The steps, some with a thought where the task gives none."""
+    if thinks is None:
+        thinks = not example.thinking and rng.random() < 0.06
+    if not thinks:
+        return example.steps
+    return tuple(
+        Step(step.role, step.text, step.reasoning or rng.choice(THOUGHTS), step.calls) if step.role == "assistant" else step
+        for step in example.steps)
+
+
+def _session(rng: random.Random, length: int, tools: bool = True) -> Conversation:
+    """Exchanges one after the other until the length is reached."""
+    first = (with_tools if tools else small)(rng)
+    for _ in range(50):
+        if size_of(first.steps, first.tools, first.system) < length * 0.95:
+            break
+        first = (with_tools if tools and rng.random() < 0.8 else small)(rng)
+    base = as_conversation(rng, first)
+    steps, declared = list(base.steps), {tool["function"]["name"]: tool for tool in base.tools}
+    if first.system is not None and first.task == "system":
+        return base
+    misses = 0
+    while misses < 3:
+        example = with_tools(rng) if tools and rng.random() < 0.15 else plain(rng, TRAIN)
+        if example.alone or (example.tools and not tools):
+            misses += 1
+            continue
+        more = {tool["function"]["name"]: tool for tool in example.tools}
+        clash = any(name in declared and declared[name] != tool for name, tool in more.items())
+        named_missing = first.task == "refusals" and more
+        added = _thinking(rng, example)
+        if clash or named_missing or size_of([*steps, *added], [*declared.values(), *more.values()], base.system) > length * 0.93:
+            misses += 1
+            continue
+        declared |= more
+        steps += added
+        if rng.random() < 0.08:
+            break
+    shuffled = list(declared.values())
+    rng.shuffle(shuffled)
+    return Conversation(base.system, tuple(shuffled), tuple(steps))
+
+
+def _long_recall(rng: random.Random, length: int) -> Conversation:
+    questions = min(24, max(1, length // 170))
+    num_facts = rng.randint(questions, questions + 12) if rng.random() < 0.7 else rng.randint(1, 4)
+    overhead = num_facts * 16 + min(questions, num_facts) * 44 + 40
+    room = max(0.0, (length * rng.uniform(0.55, 0.93) - overhead) * CHARS_A_TOKEN)
+    return as_conversation(rng, make_recall(rng, TRAIN, int(room), num_facts, questions), thinks=False)
+
+
+def _agent(rng: random.Random, length: int) -> Conversation:
+    """A long system text and long tool declarations, then short exchanges, as coding agents send them."""
+    tools = long_tools(rng, TRAIN, rng.randint(2, max(2, length // 500)))
+    room = (length * rng.uniform(0.5, 0.85)) * CHARS_A_TOKEN - len(str(tools))
+    parts = [rng.choice(SYSTEMS)]
+    while sum(map(len, parts)) < room:
+        parts.append(excerpt(rng, rng.randint(5, 30)) if rng.random() < 0.6 else paragraph(rng, rng.randint(3, 9)))
+    system = "\n\n".join(parts)[:max(0, int(room))]
+    steps: list[Step] = []
+    declared = {tool["function"]["name"]: tool for tool in tools}
+    for _ in range(40):
+        example = with_tools(rng) if rng.random() < 0.4 else plain(rng, TRAIN)
+        if example.alone or any(tool["function"]["name"] in declared for tool in example.tools):
+            continue
+        added = {tool["function"]["name"]: tool for tool in example.tools}
+        if size_of([*steps, *example.steps], [*declared.values(), *added.values()], system) > length * 0.95:
+            break
+        declared |= added
+        steps += _thinking(rng, example)
+    if not steps:
+        steps = list(facts(rng, TRAIN).steps)
+    shuffled = list(declared.values())
+    rng.shuffle(shuffled)
+    return Conversation(system, tuple(shuffled), tuple(steps))

@@ -1,0 +1,140 @@
+"""Requests that need a tool: the right call, its result fed back, and refusals where no tool can do it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from curriculum.example import NEW, Example, Step, choose
+from curriculum.pools import sentence
+from curriculum.tool_pool import (
+    KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
+)
+
+MADE_ASK = (
+    "{V} the {n} with {p}.", "Please {v} the {n}: {p}.", "{V} a {n}, {p}.", "Can you {v} the {n} with {p}?", "I want to {v} the {n}. {P}.",
+    "Use {t} with {p}.", "Call {t}: {p}.", "{v} {n} ({p})",
+)
+NEW_ASK = ("It is time to {v} that {n}, and here is what I know: {p}.", "Would you kindly {v} one {n} for me, given {p}?")
+PAIR = ("{k} {x}", "{k} is {x}", "{k} = {x}", "{k}: {x}")
+NEW_PAIR = ("{k} being {x}",)
+PREFACE = ("", "", "", "", "I will look that up.", "One moment.")
+
+
+def _written(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+    """(declaration, request, arguments, result, what to say about the result)."""
+    tool: Written = rng.choice(NEW_WRITTEN if split == NEW else WRITTEN)
+    arguments = {key: make_value(rng, kind, split) for key, kind in tool.params}
+    result = {key: make_value(rng, kind, split) for key, kind in tool.returns}
+    spoken = {key: shown(value) for key, value in (arguments | result).items()}
+    return (declare(tool.name, tool.description, tool.params), rng.choice(tool.asks).format(**spoken), arguments, result,
+            tool.says.format(**spoken))
+
+
+def _made(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+    name, verb, noun = made_name(rng, split)
+    names = rng.sample(PARAMS, rng.randint(1, 4))
+    if split == NEW:
+        names[:2] = rng.sample(NEW_PARAMS, min(2, len(names)))
+    params = tuple((key, rng.choice(KINDS)) for key in names)
+    required = rng.randint(1, len(params))
+    given = params[:rng.randint(required, len(params))]
+    arguments = {key: make_value(rng, kind, split) for key, kind in given}
+    pair = choose(rng, split, PAIR, NEW_PAIR)
+    told = [pair.format(k=key, x=shown(value)) for key, value in arguments.items()]
+    listed = (", ".join(told[:-1]) + " and " if len(told) > 1 else "") + told[-1]
+    request = choose(rng, split, MADE_ASK, NEW_ASK).format(
+        V=verb.capitalize(), v=verb, n=noun, p=listed, P=listed[0].upper() + listed[1:], t=name)
+    about = f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one'))} {noun}"
+    key = rng.choice(("result", "status", "value", "total", "answer", "id"))
+    result = {key: make_value(rng, rng.choice(("number", "word", "code")), split)}
+    return declare(name, about, params, required), request, arguments, result, f"The {key} is {shown(result[key])}."
+
+
+def _others(rng: random.Random, split: str, count: int, taken: set[str]) -> list[Declaration]:
+    """More tools, none of which does the same."""
+    found: list[Declaration] = []
+    while len(found) < count:
+        if rng.random() < 0.5:
+            tool = rng.choice(NEW_WRITTEN if split == NEW and rng.random() < 0.5 else WRITTEN)
+            entry = declare(tool.name, tool.description, tool.params)
+        else:
+            name, verb, noun = made_name(rng, split)
+            params = tuple((key, rng.choice(KINDS)) for key in rng.sample(PARAMS, rng.randint(1, 4)))
+            entry = declare(name, f"{verb.capitalize()}s the {noun}", params, rng.randint(1, len(params)))
+        if entry["function"]["name"] not in taken:
+            taken.add(entry["function"]["name"])
+            found.append(entry)
+    return found
+
+
+def _choice(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+    return _written(rng, split) if rng.random() < 0.45 else _made(rng, split)
+
+
+def tool_call(rng: random.Random, split: str) -> Example:
+    """One or several tools, a request, the call; half of the time also the result and the answer from it."""
+    declaration, request, arguments, result, says = _choice(rng, split)
+    name = declaration["function"]["name"]
+    tools = [declaration, *_others(rng, split, rng.choice((0, 1, 2, 3, 4, 6)), {name})]
+    rng.shuffle(tools)
+    call = {"name": name, "arguments": arguments}
+    thinks = rng.random() < 0.25
+    reasoning = f"I need {name} for this." if thinks else None
+    steps = [Step("user", request), Step("assistant", rng.choice(PREFACE) if split == "train" else "", reasoning, (call,))]
+    check: Mapping[str, Any] = {"kind": "calls", "calls": [call]}
+    task = "tool_calls"
+    if rng.random() < (0.5 if split == "train" else 0.25):
+        steps += [Step("tool", json.dumps(result)), Step("assistant", says, "I have the result." if thinks else None)]
+        check, task = {"kind": "exact", "value": says}, "tool_results"
+    return Example(task, tuple(steps), check, tools=tuple(tools), thinking=thinks)
+
+
+def tool_session(rng: random.Random, split: str) -> Example:
+    """Several requests over one set of tools, with results and plain sentences between them."""
+    made = [_choice(rng, split) for _ in range(rng.randint(2, 4))]
+    by_name = {declaration["function"]["name"]: declaration for declaration, *_ in made}
+    made = [item for item in made if by_name[item[0]["function"]["name"]] is item[0]]
+    tools = [*by_name.values(), *_others(rng, split, rng.choice((0, 1, 3)), set(by_name))]
+    rng.shuffle(tools)
+    steps: list[Step] = []
+    for declaration, request, arguments, result, says in made:
+        call = {"name": declaration["function"]["name"], "arguments": arguments}
+        steps += [Step("user", request), Step("assistant", "", None, (call,)),
+                  Step("tool", json.dumps(result)), Step("assistant", says)]
+    check = {"kind": "exact", "value": steps[-1].text}
+    return Example("tool_results", tuple(steps), check, tools=tuple(tools))
+
+
+ORDER = ("Use the tool {t}.", "Call {t} with {p}.", "Please call the {t} tool.", "Run {t} now.", "Use {t}: {p}.", "I want you to call {t}.")
+NEW_ORDER = ("Your next step is {t}. Do it.", "Invoke {t} for me, with {p}.")
+
+
+def refusal(rng: random.Random, split: str) -> Example:
+    """The request names a tool that is not declared, with others declared or none at all."""
+    missing, *_ = _choice(rng, split)
+    name = missing["function"]["name"]
+    tools = _others(rng, split, rng.choice((0, 0, 1, 2, 3)), {name})
+    key = next(iter(missing["function"]["parameters"]["properties"]))
+    told = f"{key} {shown(make_value(rng, 'word', split))}"
+    request = choose(rng, split, ORDER, NEW_ORDER).format(t=name, p=told)
+    answer = f"There is no tool named {name} here, so I cannot call it."
+    return Example("refusals", (Step("user", request), Step("assistant", answer)),
+                   {"kind": "contains", "values": ["no tool", name]}, tools=tuple(tools), alone=bool(tools))
+
+
+def idle_tools(rng: random.Random, split: str, plain: Example) -> Example:
+    """An exchange that needs no tool, with tools declared."""
+    tools = _others(rng, split, rng.randint(1, 8), set())
+    return Example(plain.task, plain.steps, plain.check, plain.system, tuple(tools), plain.alone, plain.thinking)
+
+
+def long_tools(rng: random.Random, split: str, count: int) -> tuple[Declaration, ...]:
+    """Many declarations with long descriptions, as agents send them."""
+    found = []
+    for entry in _others(rng, split, count, set()):
+        function = entry["function"] | {"description": " ".join(sentence(rng) for _ in range(rng.randint(1, 5)))}
+        found.append({"type": "function", "function": function})
+    return tuple(found)

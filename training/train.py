@@ -1,0 +1,219 @@
+"""Trains the demo model on one GPU.
+
+    python training/train.py --tokenizer FILE --out DIR [--minutes 12] [--stop-after 9] [--resume]
+
+Batches hold sequences of one length class, each a whole conversation from position 0, made by worker processes while the
+card works. The loss is the cross entropy of the tokens that the curriculum weights, plus that of the draft depths: one depth
+at every length, DRAFT_DEPTHS where sequences are short. The last part of the run trains at rounded weights (`quantise`), so
+that the 4-bit tiers keep the scores. The run goes by the clock: the learning rate is a function of the share of --minutes
+that is used up, so a resumed run goes on where it was. `DIR/last.pt` is the checkpoint, `DIR/loss.csv` has a line every ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from data import BatchSource  # noqa: E402
+from evaluate import scores  # noqa: E402
+from model import Config, Network  # noqa: E402
+from optimizer import make_optimizers  # noqa: E402
+from quantise import Rounding  # noqa: E402
+
+MATRIX_LR = 0.02
+OTHER_LR = 0.003
+WARMUP = 0.01
+DECAY_FROM = 0.5
+ROUND_FROM = 0.65
+ROUND_SHARE = 0.8
+"""Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
+DRAFT_DEPTHS = 4
+DRAFT_MAX_LENGTH = 512
+DRAFT_EVERY = 2
+"""Until DECAY_FROM drafts are trained on every second step, then on every one."""
+DRAFT_WEIGHT = 0.2
+SAVE_EVERY_S = 120
+
+
+def learning_rate(share: float) -> float:
+    """Factor of the base rate after `share` of the run: short warm-up, flat, linear to a fiftieth."""
+    if share < WARMUP:
+        return share / WARMUP
+    if share < DECAY_FROM:
+        return 1.0
+    return max(0.02, 1.0 - 0.98 * (share - DECAY_FROM) / (1.0 - DECAY_FROM))
+
+
+def ahead(values: torch.Tensor, steps: int) -> torch.Tensor:
+    """Row p becomes row p + steps; zeros at the end."""
+    return torch.nn.functional.pad(values[:, steps:], (0, steps))
+
+
+def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, depths: int) -> list[torch.Tensor]:
+    """[main, draft depth 1, ... depths] for tokens and their weights [batch, time]."""
+    hidden, found, pairs = network.hidden(tokens), [], []
+    for depth in range(depths + 1):
+        if depth:
+            hidden = network.draft(hidden, ahead(tokens, depth), depth, pairs)
+        weight = ahead(weights, depth + 1).flatten()
+        if depth:
+            weight = weight * (weight == 1.0)  # drafts are made of what the model writes
+        losses = network.parts["row_losses"](network, hidden.flatten(0, 1), ahead(tokens, depth + 1).flatten())
+        found.append((losses * weight).sum() / weight.sum().clamp(min=1.0))
+    return found
+
+
+def save(path: Path, network: Network, optimizers: list, used: float, step: int) -> None:
+    aside = path.with_suffix(".part")
+    torch.save({"config": network.config, "weights": network.state_dict(), "used_seconds": used, "step": step,
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers]}, aside)
+    os.replace(aside, path)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=12.0, help="whole run, resumed parts together")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of this part; the run resumes later")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="fuse the parts of the network; a minute at the start")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="held-out examples of each set at the end")
+    parser.add_argument("--small", action="store_true", help="a tiny network, to try the script on a CPU")
+    return parser.parse_args()
+
+
+class Run:
+    """One part of a training run: network, optimizers, clock."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.manual_seed(options.seed)
+        torch.set_float32_matmul_precision("high")
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.checkpoint = options.out / "last.pt"
+        small = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256} if options.small else {}
+        self.network = Network(Config(**small)).to(self.device)
+        self.optimizers = make_optimizers(self.network, MATRIX_LR, OTHER_LR)
+        self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.rounding = Rounding(self.network)
+        self.used_before, self.step = 0.0, 0
+        if options.resume and self.checkpoint.exists():
+            self._load()
+        self.started = time.monotonic()
+
+    def _load(self) -> None:
+        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=False)
+        self.network.load_state_dict(saved["weights"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.used_before, self.step = saved["used_seconds"], saved["step"]
+
+    @property
+    def used(self) -> float:
+        return self.used_before + time.monotonic() - self.started
+
+    def train_step(self, tokens: torch.Tensor, weights: torch.Tensor, share: float) -> list[torch.Tensor]:
+        """One update; its losses, not yet waited for."""
+        for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate(share)
+        has_drafts = share >= DECAY_FROM or self.step % DRAFT_EVERY == 0
+        depths = (DRAFT_DEPTHS if tokens.shape[1] <= DRAFT_MAX_LENGTH else 1) if has_drafts else 0
+        is_rounded = share >= ROUND_FROM and random.random() < ROUND_SHARE
+        if is_rounded:
+            self.rounding.apply()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            losses = losses_of(self.network, tokens, weights, depths)
+        (losses[0] + DRAFT_WEIGHT * sum(losses[1:])).backward()
+        if is_rounded:
+            self.rounding.restore()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.network.zero_grad(set_to_none=True)
+        self.step += 1
+        return losses
+
+    def run(self) -> None:
+        options = self.options
+        source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step)
+        if options.compile:
+            self.network.compile_parts()
+        random.seed(options.seed + self.step)
+        source.next()
+        self.started = saved_at = time.monotonic()
+        first_step, timings = self.step, {}
+        with (options.out / "loss.csv").open("a", newline="") as log_file:
+            log = csv.writer(log_file)
+            while True:
+                share = self.used / (60 * options.minutes)
+                if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after:
+                    break
+                before = time.monotonic()
+                tokens, weights = (part.to(self.device, non_blocking=True) for part in source.next())
+                losses = self.train_step(tokens, weights, share)
+                if self.step % 10 == 0:
+                    values = [round(float(loss.detach()), 4) for loss in losses]
+                    log.writerow([self.step, round(self.used, 1), round(share, 4), tokens.shape[1], *values])
+                    if self.step % 100 == 0 or self.step - first_step <= 50:
+                        log_file.flush()
+                        print(f"step {self.step} {self.used:.0f} s, share {share:.3f}, length {tokens.shape[1]}, losses {values}, "
+                              f"waited {source.waited}", flush=True)
+                    if not all(value == value for value in values):
+                        raise RuntimeError(f"the loss is no number at step {self.step}: {values}")
+                timings.setdefault((tokens.shape[1], len(losses) - 1), []).append(time.monotonic() - before)
+                if time.monotonic() - saved_at > SAVE_EVERY_S:
+                    save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
+                    saved_at = time.monotonic()
+        save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
+        source.close()
+        spent = max(1e-9, time.monotonic() - self.started)
+        print(f"stopped at step {self.step}, {self.used / 60:.2f} minutes used; {spent / max(1, self.step - first_step) * 1e3:.0f} ms a "
+              f"step, {(self.step - first_step) * options.tokens / spent:.0f} tokens/s, waited for {source.waited} batches")
+        for key, values in sorted(timings.items()):
+            print(f"length {key[0]}, drafts {key[1]}: {len(values)} steps, host median {sorted(values)[len(values) // 2] * 1e3:.0f} ms")
+
+    def evaluate(self, count: int) -> None:
+        """Print held-out scores at float32, Q8 and Q4 weights, and write them to scores.json."""
+        from curriculum.render import Renderer
+        from model import PARTS
+        from q27app.chat.tokenizer import Tokenizer
+
+        self.network.parts = dict(PARTS)
+        renderer, found = Renderer(Tokenizer.from_file(self.options.tokenizer)), {}
+        for tier in ("f32", "q8", "q4s"):
+            if tier != "f32":
+                self.rounding.apply(tier)
+            found[tier] = scores(self.network, renderer, count)
+            if tier != "f32":
+                self.rounding.restore()
+            print(tier, json.dumps(found[tier]), flush=True)
+        (self.options.out / "scores.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    options = parse()
+    run = Run(options)
+    run.run()
+    if options.evaluate:
+        run.evaluate(options.evaluate)
+
+
+if __name__ == "__main__":
+    main()
