@@ -59,6 +59,8 @@ class Tool:
     description: str
     parameters: dict[str, Any]
     declaration: dict[str, Any]
+    wire: tuple[str, ...] = ()
+    """What the dialect needs to hand a call back in the client's terms; nobody else reads it."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +150,5 @@ class Delta:
     usage: Usage | None = None
     logprobs: tuple = ()
     stats: Any = None
+    is_cut: bool = False
+    """Of "finish": a limit ended the generation, whatever `finish` says."""

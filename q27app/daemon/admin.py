@@ -1,4 +1,4 @@
-"""What an operator and a supervisor ask: /health, /ready, /status, /metrics, /v1/models, and the /admin routes."""
+"""What an operator and a supervisor ask: /health, /ready, /status, /metrics, and the /admin routes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ from q27app import __version__
 from q27app.daemon import sse
 from q27app.daemon.access import read_object
 from q27app.daemon.daemon import DAEMON, REQUEST_ID
-from q27app.daemon.failures import dump
+from q27app.daemon.replies import json_response
 from q27app.errors import NotFound, Overloaded
 
 if TYPE_CHECKING:
     from q27app.daemon.daemon import Daemon
 
 log = logging.getLogger("q27app.daemon")
-
-
-def json_response(value: Any, status: int = 200) -> web.Response:
-    """A JSON reply in our own spelling."""
-    return web.Response(body=dump(value), status=status, content_type="application/json", charset="utf-8")
 
 
 async def root(request: web.Request) -> web.Response:
@@ -80,34 +75,6 @@ async def metrics(request: web.Request) -> web.Response:
     daemon = request.app[DAEMON]
     await daemon.machine.snapshot()
     return web.Response(body=daemon.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-
-def _model(daemon: Daemon, name: str) -> dict[str, Any]:
-    created = int(daemon.started_at)
-    return {
-        "id": name,
-        "object": "model",
-        "type": "model",
-        "created": created,
-        "owned_by": "q27app",
-        "display_name": name,
-        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
-        "context_window": daemon.engine.max_context,
-    }
-
-
-async def models(request: web.Request) -> web.Response:
-    """GET /v1/models, in a form that OpenAI's and Anthropic's clients both read."""
-    daemon = request.app[DAEMON]
-    entry = _model(daemon, daemon.model_id)
-    return json_response(
-        {"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
-    )
-
-
-async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/ID: any name is served."""
-    return json_response(_model(request.app[DAEMON], request.match_info["id"]))
 
 
 async def load(request: web.Request) -> web.Response:

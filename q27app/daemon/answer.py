@@ -69,8 +69,8 @@ class Translation:
         if event.error is not None:
             raise event.error
         text = self._detokenizer.flush()
-        deltas = self._with_logprobs((self._parser.feed(text) if text else []) + self._parser.finish())
         is_cut = event.finish is FinishReason.LENGTH
+        deltas = self._with_logprobs((self._parser.feed(text) if text else []) + self._parser.finish(is_cut))
         if self._must_call and not self.num_calls and not is_cut:
             raise Q27Error("the model made no call of an offered tool although tool_choice requires one.")
         usage = Usage(
@@ -82,6 +82,7 @@ class Translation:
             stop_sequence=self._parser.stop_sequence,
             usage=usage,
             stats=event.stats,
+            is_cut=is_cut,
         )
         return [*deltas, last]
 
@@ -155,6 +156,7 @@ class Answer:
     reasoning: str = ""
     blocks: list[str | CallBlock] = field(default_factory=list)
     finish: str = "stop"
+    is_cut: bool = False
     stop_sequence: str | None = None
     usage: Usage = field(default_factory=Usage)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -181,7 +183,7 @@ async def collect(deltas: AsyncIterator[Delta]) -> Answer:
             answer.logprobs += delta.logprobs
         elif delta.kind == "finish":
             answer.finish, answer.stop_sequence = delta.finish or "stop", delta.stop_sequence
-            answer.usage = delta.usage or answer.usage
+            answer.usage, answer.is_cut = delta.usage or answer.usage, delta.is_cut
         elif delta.call is not None:
             if pieces:
                 answer.blocks.append("".join(pieces))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from q27app.daemon import admin, anthropic, openai_chat, openai_completions, sse
+from q27app.daemon import admin, anthropic, models, openai_chat, openai_completions, openai_responses, sse
 from q27app.daemon.access import (
     Keys,
     check_browser,
@@ -31,6 +31,7 @@ from q27app.daemon.failures import MethodNotAllowed, dialect_of, error_body, err
 from q27app.daemon.generate import count_prompt, open_generation
 from q27app.daemon.hub import HubHandler
 from q27app.daemon.identity import Identity
+from q27app.daemon.replies import json_response
 from q27app.errors import NotFound, PayloadTooLarge, Q27Error
 
 if TYPE_CHECKING:
@@ -53,10 +54,11 @@ def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: C
     for prefix in ("/v1", "/v1/v1"):
         app.router.add_post(f"{prefix}/chat/completions", _answering(openai_chat))
         app.router.add_post(f"{prefix}/completions", _answering(openai_completions))
+        app.router.add_post(f"{prefix}/responses", _answering(openai_responses))
         app.router.add_post(f"{prefix}/messages", _answering(anthropic))
         app.router.add_post(f"{prefix}/messages/count_tokens", _count_tokens)
-        app.router.add_get(f"{prefix}/models", admin.models)
-        app.router.add_get(f"{prefix}/models/{{id:.+}}", admin.model)
+        app.router.add_get(f"{prefix}/models", models.models)
+        app.router.add_get(f"{prefix}/models/{{id:.+}}", models.model)
     for path, handler in (
         ("/", admin.root),
         ("/health", admin.health),
@@ -115,7 +117,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         response = await handler(request)
     except Exception as error:
         failure = explained(_translated(error, request), request[REQUEST_ID])
-        response = admin.json_response(error_body(failure, dialect), failure.http_status)
+        response = json_response(error_body(failure, dialect), failure.http_status)
         response.headers.update(error_headers(failure, dialect))
         if isinstance(failure, PayloadTooLarge):
             response.force_close()
@@ -167,7 +169,7 @@ async def _answer(request: web.Request, dialect: ModuleType, record: RequestReco
     body = await read_object(request, request.client_max_size, daemon.executor)
     chat = dialect.parse(body)
     record.model = chat.model[:200] or daemon.model_id
-    identity = Identity(record.id, chat.model or daemon.model_id, int(time.time()), chat.include_usage)
+    identity = Identity(record.id, chat.model or daemon.model_id, int(time.time()), chat.include_usage, chat)
     async with open_generation(daemon, chat, record) as deltas:
         if chat.stream:
             return await sse.send(
@@ -178,7 +180,7 @@ async def _answer(request: web.Request, dialect: ModuleType, record: RequestReco
                 lambda error: _note_failure(record, error),
             )
         answer = await collect(deltas)
-    return admin.json_response(dialect.render(identity, answer))
+    return json_response(dialect.render(identity, answer))
 
 
 def _note_failure(record: RequestRecord, error: BaseException) -> None:
@@ -192,4 +194,4 @@ async def _count_tokens(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages/count_tokens: what /v1/messages would prefill for the same body."""
     daemon = request.app[DAEMON]
     chat = anthropic.parse(await read_object(request, request.client_max_size, daemon.executor))
-    return admin.json_response({"input_tokens": await count_prompt(daemon, chat)})
+    return json_response({"input_tokens": await count_prompt(daemon, chat)})

@@ -76,10 +76,12 @@ OPENAI_TYPES: tuple[tuple[type[Q27Error], str], ...] = (
 
 
 def dialect_of(path: str) -> str:
-    """ "messages" for the Anthropic routes, "openai" for all others."""
+    """ "messages" for the Anthropic routes, "responses" for that one, "openai" for all others."""
     while path.startswith("/v1/v1/"):
         path = path[3:]
-    return "messages" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return "messages"
+    return "responses" if path == "/v1/responses" else "openai"
 
 
 def explained(error: BaseException, request_id: str) -> Q27Error:
@@ -124,7 +126,10 @@ def error_headers(error: Q27Error, dialect: str) -> dict[str, str]:
 
 
 def error_event(error: Q27Error, dialect: str) -> bytes:
-    """The error inside a stream whose headers are sent. Nothing well-formed follows it."""
+    """The error inside a stream whose headers are sent. Nothing well-formed follows it. b"" for "responses": its own
+    event has told of the failure."""
+    if dialect == "responses":
+        return b""
     data = dump(error_body(error, dialect))
     return b"event: error\ndata: " + data + b"\n\n" if dialect == "messages" else b"data: " + data + b"\n\n"
 

@@ -56,7 +56,9 @@ async def send(
         except Exception as error:
             on_failure(error)
             failure = explained(error, headers.get("request-id", ""))
-            await _write(request, response, error_event(failure, dialect))
+            last = error_event(failure, dialect)
+            if last:
+                await _write(request, response, last)
         await response.write_eof()
     except ConnectionError as error:
         on_failure(error)

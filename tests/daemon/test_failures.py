@@ -15,6 +15,7 @@ PATHS = {
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
 }
 EVERY_PATH = pytest.mark.parametrize("path", PATHS)
 
@@ -60,7 +61,8 @@ async def test_a_body_that_is_no_json_object_is_400(start, path, raw):
 async def test_a_prompt_over_the_window_is_refused_in_the_words_that_clients_know(start, path):
     running = await start(max_context=100)
     text = "x" * 200
-    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    bodies = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}
+    body = bodies.get(path, {"messages": [{"role": "user", "content": text}]})
     for stream in (False, True):
         status, reply = await running.post(path, {**body, "max_tokens": 5, "stream": stream})
         assert status == 400 and kind_of(path, reply) == "invalid_request_error"
@@ -149,11 +151,15 @@ async def test_a_failure_after_the_headers_is_an_error_event_and_the_end(start, 
     text = await running.stream(path, PATHS[path])
     assert "message_stop" not in text and "[DONE]" not in text
     block = text.strip().split("\n\n")[-1].split("\n")
-    assert block[0] == "event: error" if path == "/v1/messages" else len(block) == 1
+    names = {"/v1/messages": "event: error", "/v1/responses": "event: response.failed"}
+    assert block[0] == names[path] if path in names else len(block) == 1
     error = json.loads(block[-1].removeprefix("data: "))
-    kind_of(path, error)
+    if path == "/v1/responses":
+        error = error["response"]
+    else:
+        kind_of(path, error)
     assert "died of a test" in error["error"]["message"]
-    assert "".join(re.findall(r'"(?:text|content)":"([abc]+)"', text)) == "abc"
+    assert "".join(re.findall(r'"(?:text|content|delta)":"([abc]+)"', text)) == "abc"
     await running.quiet()
 
 

@@ -15,6 +15,7 @@ PATHS = {
     "/v1/messages": MESSAGES,
     "/v1/chat/completions": MESSAGES,
     "/v1/completions": {"prompt": "hi", "max_tokens": 900},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 900},
 }
 LONG_TEXT = "".join(random.Random(7).choices("abcdefghij", k=800))
 EVERY_PATH = pytest.mark.parametrize("path", PATHS)
@@ -66,7 +67,8 @@ async def test_pings_fill_the_silence_of_a_long_prefill(start, path):
         async for chunk in response.content.iter_any():
             moments.append(time.monotonic())
             text += chunk
-    mark = b'event: ping\ndata: {"type":"ping"}\n\n' if path == "/v1/messages" else b": ping\n\n"
+    names = {"/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n', "/v1/responses": b"event: keepalive\n"}
+    mark = names.get(path, b": ping\n\n")
     assert 3 <= text.count(mark) <= 8
     assert max(later - earlier for earlier, later in zip(moments, moments[1:])) < 0.5
     assert b"done" in text
