@@ -36,10 +36,12 @@ scripted = _load_scripted()
 
 
 class Running:
-    """A daemon that listens. url: its base; engine: the double; daemon: its shared state."""
+    """A daemon that listens. url: its base; engine: the double; daemon: its shared state; replies: (method, path,
+    status) of every reply that was begun."""
 
     def __init__(self, url: str, port: int, engine: Any, daemon: Daemon, session: aiohttp.ClientSession) -> None:
         self.url, self.port, self.engine, self.daemon, self.session = url, port, engine, daemon, session
+        self.replies: list[tuple[str, str, int]] = []
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         """(status, JSON of the reply)."""
@@ -123,14 +125,24 @@ def ticking_engine(tokenizer) -> Callable[..., Any]:
 
 @pytest.fixture
 async def start(engine_of, tokenizer, template, config) -> AsyncIterator[Callable[..., Any]]:
-    """start(script, config=..., engine=..., **engine options) -> Running."""
+    """start(script, config=..., engine=..., template=..., **engine options) -> Running."""
     opened: list[tuple[Any, aiohttp.ClientSession]] = []
 
     async def make(
-        script: Any = ("Hello", "!"), config: Config = config, engine: Any = None, **options: Any
+        script: Any = ("Hello", "!"),
+        config: Config = config,
+        engine: Any = None,
+        template: Any = template,
+        **options: Any,
     ) -> Running:
         engine = engine or engine_of(script, **options)
         app = make_app(engine, tokenizer, template, config)
+        replies: list[tuple[str, str, int]] = []
+
+        async def note(request: Any, response: Any) -> None:
+            replies.append((request.method, request.path, response.status))
+
+        app.on_response_prepare.append(note)
         runner = make_runner(app, shutdown_timeout_s=0.1)
         await runner.setup()
         site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
@@ -140,6 +152,7 @@ async def start(engine_of, tokenizer, template, config) -> AsyncIterator[Callabl
         opened.append((runner, session))
         running = Running(f"http://127.0.0.1:{port}", port, engine, app[DAEMON], session)
         running.listener = site._server.sockets[0]
+        running.replies = replies
         return running
 
     yield make
