@@ -78,8 +78,10 @@ class ModelSection:
     """Requests that run at the same time. auto: as many as memory and the backend make sensible."""
     kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3", "turbo3v"))
     """Format of the attention cache. auto: the best that the card computes with; exact fp32 on NumPy."""
-    mtp: bool = setting(True)
-    """Draft tokens with the model's own draft head, where it has one. Never changes the text."""
+    draft: str = setting("auto", choices=("auto", "off", "mtp", "suffix"))
+    """Where drafts come from: the model's draft layer (mtp), repeats of the text (suffix), auto = both. Never changes a text."""
+    max_draft: int = setting(15, low=1, high=15)
+    """Most drafts in one pass; how many of them are worth their price is measured as it goes."""
 
 
 @dataclass(frozen=True)

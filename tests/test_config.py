@@ -87,7 +87,7 @@ def test_a_file_that_is_not_text_is_refused(config_file):
     ("Q27APP_SERVER__PROT", "1", "Keys: host"),
     ("Q27APP_SEVER__PORT", "1", "Sections: server"),
     ("Q27APP_SERVER_PORT", "1", "two underscores"),
-    ("Q27APP_MODEL__MTP", "perhaps", "true, false"),
+    ("Q27APP_SERVER__ALLOW_OPEN_BIND", "perhaps", "true, false"),
 ])
 def test_a_bad_variable_is_refused_by_name(monkeypatch, name, value, needle):
     monkeypatch.setenv(name, value)
@@ -98,12 +98,12 @@ def test_a_bad_variable_is_refused_by_name(monkeypatch, name, value, needle):
 
 
 def test_variables_carry_every_type(monkeypatch):
-    for name, value in {"SERVER__API_KEYS": "a, b", "MODEL__MTP": "off", "SAMPLING__TOP_P": "0.5",
+    for name, value in {"SERVER__API_KEYS": "a, b", "SERVER__ALLOW_OPEN_BIND": "off", "SAMPLING__TOP_P": "0.5",
                         "MODEL__SLOTS": "auto", "MODEL__CONTEXT": "4096", "MODEL__PATH": "x.q27"}.items():
         monkeypatch.setenv("Q27APP_" + name, value)
     config = load_config()
     assert config.server.api_keys == ("a", "b")
-    assert config.model.mtp is False
+    assert config.server.allow_open_bind is False
     assert config.sampling.top_p == 0.5
     assert (config.model.slots, config.model.context, config.model.path) == ("auto", 4096, "x.q27")
 

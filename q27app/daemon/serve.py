@@ -83,6 +83,8 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
             context=_number(model.context),
             slots=_number(model.slots),
             kv_format=model.kv,
+            draft=model.draft,
+            max_draft=model.max_draft,
             max_queue=server.max_queue,
             prefill_chunk=_number(config.engine.prefill_chunk),
         )

@@ -12,6 +12,7 @@ MIN_MARGIN: what follows a token that is probably wrong is wasted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -54,13 +55,13 @@ class Chain:
 
 
 class MtpDrafter:
-    """min_margin: raw logits; 0 = never end a chain early. on_step: called after each step of the layer with its rows."""
+    """min_margin: raw logits; 0 = never end a chain early. on_step: told the milliseconds of each step."""
 
     needs_mtp = True
 
     def __init__(
         self, model: RunsDrafts, state: State, vocab_size: int, min_margin: float = MIN_MARGIN,
-        on_step: Callable[[int], None] = lambda rows: None,
+        on_step: Callable[[float], None] = lambda ms: None,
     ) -> None:
         self._model, self._state, self._vocab_size = model, state, vocab_size
         self._min_margin, self._on_step = min_margin, on_step
@@ -79,13 +80,14 @@ class MtpDrafter:
     def _step(self, chains: list[Chain], depth: int) -> list[Chain]:
         """One step for all chains; returns the chains of the next step, [] if none goes on. The layer's output rows feed
         its next step by place, so chains that have ended keep their row."""
+        started = time.monotonic()
         logits = self._model.draft(self._batch(chains, depth), self._state, depth == 0)
         rows = [LogitRow(chain.params, chain.position(depth) + 1, chain.sequence.counts, tuple(chain.drafts))
                 for chain in chains]
         backend = self._model.backend
         backend.sample(logits, sampling_rows(rows, self._vocab_size))
         result = backend.result()
-        self._on_step(len(chains))
+        self._on_step((time.monotonic() - started) * 1e3)
         for chain, token in zip(chains, result.tokens.tolist(), strict=True):
             if len(chain.drafts) == depth < chain.limit:
                 chain.drafts.append(token)

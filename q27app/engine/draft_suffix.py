@@ -66,7 +66,7 @@ class SuffixIndex:
         self._size += 1
         if self._size > GRAM:  # the run that ended one token ago may now be found: something follows it
             start = self._size - 1 - GRAM
-            key = int(_keys(self._tokens[start:self._size - 1])[0])
+            key = _key(self._tokens[start:self._size - 1].tolist())
             self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(self._size - 1)
         self._source, self._length = (self._source + 1, self._length + 1) if follows else (0, 0)
 
@@ -76,8 +76,7 @@ class SuffixIndex:
         self._source = self._length = 0
         if size <= GRAM:
             return
-        key = _keys(self._tokens[size - GRAM:size])[0]
-        ends = self._candidates(key)
+        ends = self._candidates(_key(self._tokens[size - GRAM:size].tolist()))
         ends = ends[ends < size]
         if not len(ends):
             return
@@ -90,11 +89,14 @@ class SuffixIndex:
         if lengths[best] >= GRAM:
             self._source, self._length = int(ends[best]), int(lengths[best])
 
-    def _candidates(self, key: np.uint64) -> np.ndarray:
+    def _candidates(self, key: int) -> np.ndarray:
         """Ends of earlier runs with this key, ascending, the latest MAX_CANDIDATES of prompt and answer."""
-        low, high = np.searchsorted(self._sorted, key, "left"), np.searchsorted(self._sorted, key, "right")
+        wanted = np.uint64(key)
+        low, high = int(self._sorted.searchsorted(wanted)), int(self._sorted.searchsorted(wanted, "right"))
+        answer = self._recent.get(key)
+        if low == high and not answer:
+            return _NONE
         prompt = self._order[max(low, high - MAX_CANDIDATES):high] + GRAM
-        answer = self._recent.get(int(key))
         if not answer:
             return prompt
         return np.concatenate([prompt, np.fromiter(answer, np.int64)])[-MAX_CANDIDATES:]
@@ -129,7 +131,7 @@ class SuffixIndex:
         end = np.concatenate([self._tokens[max(0, self._size - GRAM):self._size], np.asarray(after, np.int32)])[-GRAM:]
         if len(end) < GRAM:
             return 0, 0
-        ends = self._candidates(_keys(end)[0])
+        ends = self._candidates(_key(end.tolist()))
         ends = ends[(ends < self._size) & (ends >= GRAM)]
         tail = np.concatenate([self._tokens[max(0, self._size - MAX_COMPARED):self._size], np.asarray(after, np.int32)])
         best = (0, 0)
@@ -140,6 +142,19 @@ class SuffixIndex:
             if length > best[1]:
                 best = (place, length)
         return best if best[1] >= GRAM else (0, 0)
+
+
+_NONE = np.zeros(0, np.int64)
+_WORD = (1 << 64) - 1
+
+
+def _key(run: list[int]) -> int:
+    """Key of one run of GRAM tokens; the same as `_keys` gives."""
+    key = 0
+    for token, factor in zip(run, _FACTORS.tolist(), strict=True):
+        key = key + (token + 1) * factor & _WORD
+        key ^= key >> 29
+    return key
 
 
 def _keys(tokens: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 from q27app.engine.sequence import Sequence
 
@@ -20,4 +20,16 @@ class Drafter(Protocol):
         All sequences of the coming pass that may take drafts are asked at once, so that a draft layer reads its weights
         once for all of them.
         """
+        ...
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """What became of the sequence's last drafts."""
+        ...
+
+    def passed(self, rows: int, ms: float) -> None:
+        """How long a decode or verify pass took."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status."""
         ...

@@ -140,6 +140,7 @@ class Engine:
                 waiting=sum(sequence.status is Status.WAITING for sequence in sequences),
                 counters=self._meter.counters(),
                 rates=self._meter.rates(),
+                drafts=loaded.drafter.to_dict() if loaded and loaded.drafter else {},
                 heartbeat_age_s=round(max(0.0, time.monotonic() - self._heartbeat), 3),
             )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from q27app.engine.block_pool import BlockPool
+from q27app.engine.draft_mtp import MIN_MARGIN, MtpDrafter
 from q27app.engine.drafter import Drafter
 from q27app.engine.prefix_cache import PrefixCache
 from q27app.engine.runner import RunsBatches
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 AUTO_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
 MAX_AUTO_SLOTS = 4
+DRAFT_MODES = ("auto", "off", "mtp", "suffix")
 MAX_PREFILL_CHUNK = 65_536
 
 Progress = Callable[[float], None]
@@ -47,6 +49,13 @@ class EngineConfig:
     """Requests that may wait beyond those that run."""
     prefill_chunk: int | None = None
     """Prompt tokens of one pass, a multiple of 64; None = 256 on NumPy, 1,024 on CUDA."""
+    draft: str = "auto"
+    """Where drafts come from: "mtp" (the draft layer), "suffix" (repeats of the text), "auto" = both as far as the model has
+    them, "off". Never changes a text."""
+    max_draft: int = 15
+    """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
+    fixed_draft: bool = False
+    """Always draft max_draft tokens (tests, measurements)."""
     checks_pools: bool = False
     """Verify after every step that slots and blocks are held by exactly those who should (tests)."""
 
@@ -85,6 +94,10 @@ def check_config(config: EngineConfig) -> None:
     chunk = config.prefill_chunk
     if chunk is not None and not (0 < chunk <= MAX_PREFILL_CHUNK and chunk % BLOCK_POSITIONS == 0):
         raise UsageError(f"prefill_chunk is {chunk}, expected a multiple of {BLOCK_POSITIONS} up to {MAX_PREFILL_CHUNK}.")
+    if config.draft not in DRAFT_MODES:
+        raise UsageError(f"draft is {config.draft!r}, expected one of {', '.join(DRAFT_MODES)}.")
+    if not 1 <= config.max_draft < MAX_DECODE_ROWS:
+        raise UsageError(f"max_draft is {config.max_draft}, expected 1 to {MAX_DECODE_ROWS - 1}.")
     if config.max_queue < 0:
         raise UsageError(f"max_queue is {config.max_queue}, expected 0 or more.")
 
@@ -127,9 +140,25 @@ def _load(
         blocks=BlockPool(plan.num_blocks),
         vocab_size=geometry.vocab_size,
         prefill_chunk=chunk,
+        drafter=_drafter(config, model, state, geometry),
         info=_info(config, backend.name, container, geometry, plan),
         close=backend.close,
     )
+
+
+def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafter | None:
+    from q27app.engine.depth import PassPrices
+    from q27app.engine.drafts import Drafts
+
+    if config.draft == "off":
+        return None
+    if config.draft == "mtp" and not model.has_mtp:
+        raise UsageError(f"draft is mtp, but {geometry.name} has no draft layer.", "Use auto, suffix or off.")
+    prices, mtp = PassPrices(), None
+    if model.has_mtp and config.draft in ("auto", "mtp"):
+        mtp = MtpDrafter(model, state, geometry.vocab_size, min_margin=0.0 if config.fixed_draft else MIN_MARGIN,
+                         on_step=prices.record_step)
+    return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft)
 
 
 def _plan(

@@ -276,7 +276,10 @@ class Scheduler:
         sequence.num_computed += num_rows
         sequence.num_steps += 1
         sequence.num_drafted += part.num_drafts
-        sequence.num_accepted += max(0, num_rows - 1) if part.num_drafts else 0
+        if part.num_drafts:
+            sequence.num_accepted += max(0, num_rows - 1)
+            if self.drafter is not None:
+                self.drafter.observe(sequence, part.num_drafts, max(0, num_rows - 1))
         sequence.drafts = []
 
     def _apply_cut(self, sequence: Sequence, result: Drawn, cut: Cut) -> None:
@@ -307,6 +310,7 @@ class Scheduler:
             self.blocks.release(sequence.blocks)
             sequence.slot, sequence.blocks = -1, np.zeros(0, np.int32)
         sequence.status, sequence.drafts, sequence.draft_state = Status.FINISHED, [], None
+        sequence.suffix_index = None
         sequence.prompt_logits = None
         self._emit(sequence, sequence.final_event(reason, error))
 

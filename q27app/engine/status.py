@@ -63,7 +63,7 @@ class EngineStatus:
     """state: unloaded, loading, ready, failed, draining, closed. load_progress: 0 to 1. error: why it failed.
 
     running: one dict for each request that holds a slot (`Sequence.describe`). counters: `Counters`. rates: prefill and
-    decode tokens a second lately. heartbeat_age_s: since the engine thread last showed that it is alive."""
+    decode tokens a second lately. drafts: what was drafted and accepted by source and depth, and measured prices. heartbeat_age_s: since the engine thread last showed that it is alive."""
 
     state: str = "unloaded"
     load_progress: float = 0.0
@@ -74,6 +74,7 @@ class EngineStatus:
     waiting: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+    drafts: dict[str, Any] = field(default_factory=dict)
     heartbeat_age_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Owned by the engine thread. What a step raises:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from q27app.engine.cut import Cut, cut_run
@@ -32,6 +33,7 @@ class Stepper:
         self._scheduler = Scheduler(loaded.slots, loaded.blocks, loaded.prefill_chunk, loaded.vocab_size,
                                     loaded.drafter, loaded.prefix_cache)
         self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp)
+        self._drafter = loaded.drafter
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
 
     @property
@@ -59,7 +61,11 @@ class Stepper:
             self._open(sequence, match)
         work = self._scheduler.next_work()
         if work is not None:
+            started = time.monotonic()
             self._run(work)
+            if self._drafter is not None and work.phase != "prefill":
+                rows = sum(len(part.tokens) for part in work.parts)
+                self._drafter.passed(rows, (time.monotonic() - started) * 1e3)
             self._meter.count_pass(work.phase == "prefill", sum(len(part.tokens) for part in work.parts))
         self._deliver()
         self._check()

@@ -5,8 +5,6 @@ Texts are compared with the log probabilities of the drawn token and the four be
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 
 from q27app.engine.loading import EngineConfig, open_model
 from q27app.engine.request import FinishReason, Request, SamplingParams
-from q27app.engine.sequence import Sequence
 from q27app.errors import FileFormatError, OutOfMemory
-from q27app.kernels.batch import Batch
 from q27app.weights.synthetic import synthesize
 from tests.engine.toy import Answer, Desk, ScriptedDrafter, TableGuide, mix
 from tests.model.runs import Run
@@ -34,11 +30,6 @@ PROMPTS = {name: tuple(mix(index, place) % 2560 for place in range(length))
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     return synthesize(tmp_path_factory.mktemp("dense") / "dense.q27", wiring="dense")
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    return synthesize(tmp_path_factory.mktemp("chain") / "chain.q27", accept=1.0)
 
 
 def desk_of(path, slots=4, chunk=64, drafter=None) -> Desk:
@@ -117,45 +108,6 @@ def test_prompt_logits_are_those_of_the_model_alone(dense):
     run = Run(dense)
     assert np.array_equal(given, run.feed(PROMPTS["long"]))
     assert answer.tokens == [int(given[-1].argmax())] and beside.finish is FinishReason.LENGTH
-
-
-class MtpDrafter:
-    """The checkpoint's own draft layer, greedily, as deep as it may: a chain for all sequences at once."""
-
-    needs_mtp = True
-
-    def __init__(self) -> None:
-        self.desk: Desk | None = None
-
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
-        model, state = self.desk.model, self.desk.state
-        drafts: list[list[int]] = [[] for _ in sequences]
-        newest = [sequence.tokens[-1] for sequence in sequences]
-        for depth in range(min(limits)):
-            batch = Batch(
-                phase="draft",
-                tokens=np.array(newest, np.int32),
-                positions=np.array([sequence.num_computed + depth for sequence in sequences], np.int32),
-                row_starts=np.arange(len(sequences) + 1, dtype=np.int32),
-                slots=np.array([sequence.slot for sequence in sequences], np.int32),
-                block_tables=np.stack([np.pad(sequence.blocks, (0, 8 - len(sequence.blocks)), constant_values=-1)
-                                       for sequence in sequences]),
-                logit_rows=np.arange(len(sequences), dtype=np.int32))
-            logits = model.backend.download(model.draft(batch, state, first=depth == 0))
-            newest = logits.argmax(-1).tolist()
-            for run, token in zip(drafts, newest, strict=True):
-                run.append(token)
-        return drafts
-
-
-def test_the_draft_layer_fits_where_drafters_plug_in(chain):
-    drafter = MtpDrafter()
-    desk = drafter.desk = desk_of(chain, slots=2, drafter=drafter)
-    first, second = desk.ask((1000, 1001, 1002), 40), desk.ask((7, 8), 40)
-    desk.run()
-    assert first.tokens == list(range(1003, 1043)) and second.tokens == list(range(9, 49))
-    stats = first.last.stats
-    assert stats.num_drafted == stats.num_accepted > 20 and stats.num_steps < 10
 
 
 def test_a_window_that_does_not_fit_is_refused_before_anything_is_loaded(dense):

@@ -292,6 +292,15 @@ class ScriptedDrafter:
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         return [self._one(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def passed(self, rows: int, ms: float) -> None:
+        pass
+
+    def to_dict(self) -> dict:
+        return {}
+
     def _one(self, sequence: Sequence, limit: int) -> list[int]:
         name, start = sequence.request.id, sequence.num_generated
         text = self.texts.get(name, [])

@@ -1,0 +1,134 @@
+"""The drafter that the engine runs: the suffix drafter where the text repeats, else the draft layer, each as deep as pays.
+
+    1. the text's end occurred before, at least MIN_MATCH tokens long    its continuation
+    2. else, if there is a draft layer                                   a chain of it, then the continuation of an earlier
+                                                                         occurrence of the chain's own end, from 4 tokens on
+    3. else                                                              nothing
+
+Depths come from `depth`: acceptance is measured for each sequence and source, prices for the engine. Nothing here changes a
+text; see `cut` for what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from q27app.engine.depth import DepthControl, PassPrices
+from q27app.engine.draft_mtp import MtpDrafter
+from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of
+from q27app.engine.sequence import Sequence
+from q27app.kernels.batch import MAX_DECODE_ROWS
+
+MAX_DRAFTS = MAX_DECODE_ROWS - 1
+SUFFIX_PRIOR = 0.9
+SOURCES = ("mtp", "suffix")
+
+
+@dataclass
+class DraftState:
+    """What a sequence's drafting has learned. sources: one a draft of the pass that is under way."""
+
+    mtp: DepthControl
+    suffix: DepthControl
+    sources: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SourceCount:
+    """Drafts of one source by depth (0 = the first of a pass)."""
+
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+
+
+class Drafts:
+    """mtp: None without a draft layer. uses_suffix: whether repeats are looked for. cap: most drafts of a sequence a pass.
+
+    fixed: always draft as deep as the cap and the limit allow (tests, measurements)."""
+
+    def __init__(self, mtp: MtpDrafter | None, uses_suffix: bool, cap: int, prices: PassPrices, fixed: bool = False) -> None:
+        self._mtp, self._uses_suffix, self._prices, self._fixed = mtp, uses_suffix, prices, fixed
+        self._cap = min(cap, MAX_DRAFTS)
+        self.min_match = MIN_MATCH
+        """Shortest repeat that is continued without the draft layer."""
+        self.counts = {source: SourceCount() for source in SOURCES}
+
+    @property
+    def needs_mtp(self) -> bool:
+        return self._mtp is not None
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
+        limits = [min(limit, self._cap) for limit in limits]
+        drafts = [self._from_suffix(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        for sequence, found in zip(sequences, drafts, strict=True):
+            self._state(sequence).sources = ["suffix"] * len(found)
+        if self._mtp is not None:
+            self._chains(sequences, limits, drafts)
+        return drafts
+
+    def _state(self, sequence: Sequence) -> DraftState:
+        if sequence.draft_state is None:
+            suffix = DepthControl(self._cap)
+            suffix.shares = [SUFFIX_PRIOR] * self._cap
+            sequence.draft_state = DraftState(DepthControl(self._cap), suffix)
+        return sequence.draft_state
+
+    def _depth(self, control: DepthControl, limit: int, needs_steps: bool) -> int:
+        return limit if self._fixed else control.choose(self._prices, limit, needs_steps)
+
+    def _from_suffix(self, sequence: Sequence, limit: int) -> list[int]:
+        if not self._uses_suffix or limit <= 0:
+            return []
+        index = index_of(sequence)
+        if index.match_length < self.min_match:
+            return []
+        depth = self._depth(self._state(sequence).suffix, limit, needs_steps=False)
+        return index.propose(depth, self.min_match) if depth else []
+
+    def _chains(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> None:
+        """Fill in chains of the draft layer for the sequences that have no drafts yet."""
+        assert self._mtp is not None
+        without = [place for place, found in enumerate(drafts) if not found and limits[place] > 0]
+        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], needs_steps=True) for place in without]
+        chains = self._mtp.propose([sequences[place] for place in without], depths)
+        for place, chain in zip(without, chains, strict=True):
+            sequence = sequences[place]
+            more: list[int] = []
+            if self._uses_suffix and chain and len(chain) < limits[place]:
+                more = index_of(sequence).propose(limits[place] - len(chain), GRAM + len(chain), after=chain)
+            drafts[place] = chain + more
+            self._state(sequence).sources = ["mtp"] * len(chain) + ["suffix"] * len(more)
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """A pass with drafts was verified: the first num_accepted of num_drafted agreed."""
+        state = self._state(sequence)
+        sources = state.sources[:num_drafted]
+        for depth, source in enumerate(sources):
+            self.counts[source].drafted[depth] += 1
+            self.counts[source].accepted[depth] += depth < num_accepted
+        own = sources.count("mtp")
+        if own:
+            state.mtp.observe(own, min(num_accepted, own))
+        elif sources:
+            state.suffix.observe(num_drafted, num_accepted)
+        state.sources = []
+
+    def passed(self, rows: int, ms: float) -> None:
+        """A decode or verify pass of so many rows took so long."""
+        self._prices.record_pass(rows, ms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status."""
+        by_source = {
+            source: {"drafted": _trimmed(count.drafted), "accepted": _trimmed(count.accepted)}
+            for source, count in self.counts.items()
+        }
+        return {"cap": self._cap, "sources": by_source, "prices": self._prices.to_dict()}
+
+
+def _trimmed(values: list[int]) -> list[int]:
+    """Without the zeros at the end."""
+    size = next((index + 1 for index in range(len(values) - 1, -1, -1) if values[index]), 0)
+    return values[:size]

@@ -1,0 +1,180 @@
+"""Drafts on the real network change no bit of text or log probability; what they learn; what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from q27app.chat.guide import Decision
+from q27app.engine.depth import EXPLORE, DepthControl, PassPrices
+from q27app.engine.loading import EngineConfig, check_config, open_model
+from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.errors import UsageError
+from q27app.weights.synthetic import synthesize
+from tests.engine.toy import Desk, mix
+
+TOKENS = 40
+PARAMS = {
+    "greedy": SamplingParams(logprobs=2, max_tokens=TOKENS, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, presence_penalty=0.3, logprobs=2, max_tokens=TOKENS,
+                             ignore_eos=True),
+}
+ALLOWED = (5, 6)
+PROMPT = tuple(ALLOWED[mix(3, place) % 2] for place in range(100))
+"""Only two ids, in prompt and answer, so that runs repeat and the suffix drafter is sometimes right, sometimes wrong."""
+
+
+class NarrowGuide:
+    """Allows the two ids and nothing else."""
+
+    def advance(self, tokens):
+        return Decision(len(tokens))
+
+    def mask(self, prefix):
+        words = np.zeros(2560 // 32, np.uint32)
+        for token in ALLOWED:
+            words[token // 32] |= np.uint32(1 << token % 32)
+        return words
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return synthesize(tmp_path_factory.mktemp("dense") / "dense.q27", wiring="dense")
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.5, 0.85, 1.0])
+def chain(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("chain") / "chain.q27"
+    return request.param, synthesize(path, accept=request.param)
+
+
+def desk_of(path, draft: str, cap: int = 15, fixed: bool = True, slots: int = 2) -> Desk:
+    config = EngineConfig(path, "numpy", context=512, slots=slots, draft=draft, max_draft=cap, fixed_draft=fixed)
+    desk = Desk(open_model(config, lambda share: None))
+    if desk.loaded.drafter is not None:
+        desk.loaded.drafter.min_match = 4
+    return desk
+
+
+def tell(desk: Desk, params=PARAMS, is_narrow: bool = True) -> dict[str, list]:
+    answers = {name: desk.submit(Request(name, PROMPT, one, NarrowGuide() if is_narrow else None))
+               for name, one in params.items()}
+    desk.run()
+    assert all(answer.finish is FinishReason.LENGTH for answer in answers.values())
+    return {name: [entry for event in answer.events for entry in event.logprobs] for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(dense) -> dict[str, list]:
+    return tell(desk_of(dense, "off"))
+
+
+@pytest.mark.parametrize("cap", [1, 6])
+def test_the_draft_layer_changes_no_bit(dense, cap):
+    desk = desk_of(dense, "mtp", cap)
+    assert tell(desk, is_narrow=False) == tell(desk_of(dense, "off"), is_narrow=False)
+    assert sum(desk.loaded.drafter.to_dict()["sources"]["mtp"]["drafted"]) > TOKENS
+
+
+@pytest.mark.parametrize("draft, cap", [("suffix", 8), ("auto", 15)])
+def test_repeats_change_no_bit(dense, plain, draft, cap):
+    desk = desk_of(dense, draft, cap)
+    assert tell(desk) == plain
+    sources = desk.loaded.drafter.to_dict()["sources"]
+    drafted = sum(sum(counts["drafted"]) for counts in sources.values())
+    accepted = sum(sum(counts["accepted"]) for counts in sources.values())
+    assert 0 < accepted < drafted
+
+
+def test_measured_depths_change_no_bit(dense, plain):
+    assert tell(desk_of(dense, "auto", fixed=False)) == plain
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cap", [1, 4, 8, 15])
+@pytest.mark.parametrize("draft", ["mtp", "suffix", "auto"])
+def test_drafts_change_no_bit_over_200_tokens(dense, draft, cap, long_scale):
+    count = max(TOKENS, round(200 * long_scale))
+    params = {name: SamplingParams(temperature=one.temperature, top_p=one.top_p, seed=one.seed, logprobs=2,
+                                   max_tokens=count, ignore_eos=True) for name, one in PARAMS.items()}
+    assert tell(desk_of(dense, draft, cap), params) == tell(desk_of(dense, "off"), params)
+
+
+def test_a_chain_is_told_right_whatever_share_of_drafts_is(chain):
+    share, path = chain
+    desk = desk_of(path, "mtp", cap=4)
+    answer = desk.submit(Request("chain", (100, 101, 102), SamplingParams(max_tokens=60)))
+    desk.run()
+    assert answer.tokens == list(range(103, 163))
+    stats = answer.last.stats
+    accepted_a_step = stats.num_accepted / stats.num_steps
+    expected = sum(share**depth for depth in range(1, 5))
+    assert accepted_a_step == pytest.approx(expected, abs=0.15 + 0.25 * expected)
+
+
+def test_two_chains_of_drafts_share_a_pass(chain):
+    share, path = chain
+    desk = desk_of(path, "mtp", cap=6)
+    first = desk.submit(Request("a", (1000, 1001, 1002), SamplingParams(max_tokens=40)))
+    second = desk.submit(Request("b", (7, 8), SamplingParams(max_tokens=33)))
+    desk.run()
+    assert first.tokens == list(range(1003, 1043)) and second.tokens == list(range(9, 42))
+    if share == 1.0:
+        assert first.last.stats.num_steps < 10
+
+
+def test_end_of_text_inside_an_accepted_run_ends_the_text(chain):
+    _, path = chain
+    desk = desk_of(path, "auto", cap=8)
+    answer = desk.submit(Request("ends", (100, 101), SamplingParams(max_tokens=60), eos_ids=(120,)))
+    desk.run()
+    assert answer.tokens == list(range(102, 120)) and answer.finish is FinishReason.STOP
+
+
+def test_a_text_that_repeats_needs_few_passes(chain):
+    """The prompt holds what the text will say, so the suffix drafter knows it."""
+    _, path = chain
+    desk = desk_of(path, "suffix", cap=8)
+    answer = desk.submit(Request("copy", tuple(range(100, 160)) + tuple(range(100, 110)), SamplingParams(max_tokens=48)))
+    desk.run()
+    assert answer.tokens == list(range(110, 158))
+    assert answer.last.stats.num_steps <= 48 // 9 + 2
+
+
+def test_depth_follows_acceptance_and_price():
+    prices = PassPrices()
+    for rows in (1, 2, 4, 8, 16):
+        prices.record_pass(rows, 4.0 + 0.05 * rows)
+    prices.record_step(0.3)
+    good, bad = DepthControl(15), DepthControl(15)
+    for _ in range(200):
+        good.observe(15, 15)
+        bad.observe(15, 0)
+    good._num_steps = bad._num_steps = 0
+    assert good.choose(prices, 15, needs_steps=True) >= 12
+    assert bad.choose(prices, 15, needs_steps=True) == 0
+    assert good.choose(prices, 3, needs_steps=True) == 3
+
+
+def test_dear_rows_make_shallow_drafts():
+    prices = PassPrices()
+    prices.record_pass(1, 4.0)
+    prices.record_pass(8, 32.0)
+    assert DepthControl(15).choose(prices, 15, needs_steps=False) == 0
+
+
+def test_a_rejected_drafter_is_tried_again_now_and_then():
+    prices, control = PassPrices(), DepthControl(4)
+    prices.record_pass(1, 1.0)
+    prices.record_pass(4, 4.0)
+    depths = []
+    for _ in range(3 * EXPLORE):
+        depths.append(control.choose(prices, 4, needs_steps=True))
+        control.observe(depths[-1], 0)
+    assert sum(depths[EXPLORE:]) >= 2 and max(depths[EXPLORE:]) == 1
+
+
+@pytest.mark.parametrize("wishes", [{"draft": "guess"}, {"max_draft": 0}, {"max_draft": 16}])
+def test_senseless_wishes_are_usage_errors(wishes):
+    with pytest.raises(UsageError):
+        check_config(EngineConfig("x.q27", **wishes))
