@@ -44,15 +44,15 @@ class Card:
 
     def linear_rows_defines(self) -> dict[str, int]:
         if self.is_wide:
-            return {"RING_BYTES_8": 8704, "RING_BYTES_16": 4352}
-        return {"RING_BYTES_8": 4352, "RING_BYTES_16": 4352}
+            return {"RING_BYTES_8": 4352, "RING_BYTES_16": 2176}
+        return {"RING_BYTES_8": 2176, "RING_BYTES_16": 2176}
 
     def linear_tiles_defines(self) -> dict[str, int]:
         return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}
 
     def attend_defines(self) -> dict[str, int]:
         """Cuts of the keys: fixed positions, chosen per card."""
-        return {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 16384, "CUT_2": 1024,
+        return {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 65536 if self.is_wide else 32768, "CUT_2": 1024,
                 "WIDE_ATTENTION": int(self.is_wide), "QUERY_WARPS": 8 if self.is_wide else 4}
 
 

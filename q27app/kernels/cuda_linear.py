@@ -91,7 +91,7 @@ class LinearStages:
         args.segments, args.num_segments, args.num_tiles = weight.segment_args(), len(weight.segments), weight.num_tiles
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
         shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide)
-        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (weight.groups * weight.splits,), 256, shared, args)
+        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (weight.groups * weight.splits,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int) -> None:

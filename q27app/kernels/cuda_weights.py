@@ -94,8 +94,9 @@ class CudaWeight:
 def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
     """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
     ring = card.linear_rows_defines()["RING_BYTES_16" if wide else "RING_BYTES_8"]
-    fixed = 64 + 2 * 16 * WARPS * 4 + 256 + WARPS * 4 * TILE_SUMS * 4
-    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + WARPS * ring
+    tiles = 2 if not wide and ring >= 2 * UNIT_BYTES[KIND_F16] else 1
+    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + 2 * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
+    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + 2 * WARPS * ring
 
 
 def split_size(units: int, splits: int) -> int:

@@ -136,6 +136,16 @@ def speed(device, attempt, line) -> None:
             assert np.isfinite(logits).all(), "logits are not finite"
             return f"{each:.3f} ms ({1000 / each:.1f} passes/s), {replay.num_nodes} nodes, eager {eager:.1f} ms"
         attempt(f"decode {rows} rows at {position}", check)
+    def independent() -> str:
+        launch = device.launch
+        device.launch = lambda *args: launch(*args[:-1], False)
+        try:
+            replay = backend.record(decode(1, 10))
+        finally:
+            del device.launch
+        return f"{timed(backend, replay):.3f} ms"
+
+    attempt("decode 1 row, no dependent launch", independent)
     for rows in (1, 8):
         decode(rows, 10, rows > 1)()
         attempt(f"stages {rows} rows", lambda rows=rows: stage_times(model, state, rows, line) or "done")
@@ -146,3 +156,14 @@ def speed(device, attempt, line) -> None:
             assert np.isfinite(backend.download(model.logit_rows.rows(1))).all()
             return f"{each:.1f} ms, {1000 * rows / each:.0f} tok/s"
         attempt(f"prefill {rows}", prefill)
+
+
+def once(device, attempt, line) -> None:
+    """Two eager decode passes, for a profiler."""
+    model = build(device, 64)
+    state = model.allocate_state("fp8", 2, 64, 16)
+    for rows in (1, 8):
+        batch = make_batch("verify", [[5] * rows], [10], [0], [list(range(64))], None, True)
+        model.forward(batch, state, warm_mtp=False)
+    device.synchronize()
+    line("two passes", "done")

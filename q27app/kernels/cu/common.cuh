@@ -35,6 +35,11 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// A barrier of some warps of a block; id 1 .. 15.
+__device__ __forceinline__ void group_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ uint16_t half_from_float(float value) { return __half_as_ushort(__float2half_rn(value)); }
 __device__ __forceinline__ float half_to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 __device__ __forceinline__ uint32_t half2_from_floats(float low, float high) {
@@ -97,7 +102,7 @@ __device__ __forceinline__ float half_range_scale(float largest) {
 // 1 / scale for a power of two, exact.
 __device__ __forceinline__ float power_inverse(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
 
-__device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
+__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }
 __device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
 __device__ __forceinline__ float get(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -5,7 +5,7 @@
 #pragma once
 #include "quant.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, GATED_HEAD = 128;
+constexpr int THREADS = 256, WARPS = THREADS / 32, GATED_HEAD = 128;   // of a group: what shares a row or a tile
 enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3 };   // where a row comes from
 
 struct Rows {
@@ -44,12 +44,12 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
   return v;
 }
 
-// One row, `units` units from `first`, by the whole block. stats: [16] shared floats of this row. sums[u * sums_stride].
+// One row, `units` units from `first`, by one group of a block. stats: [16] shared floats of the group. sums[u * sums_stride].
 template <int SOURCE>
 __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int units, float* stats, uint16_t* halves, float* sums,
-                                          int sums_stride, float* inverse) {
-  constexpr int KEEP = 6;   // pieces of 1,024 columns that stay in registers between the two passes
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = threadIdx.x % 16;
+                                          int sums_stride, float* inverse, int group) {
+  constexpr int KEEP = 5;   // pieces of 1,024 columns that stay in registers between the two passes
+  const int thread = threadIdx.x % THREADS, lane = thread % 32, warp = thread / 32, part = thread % 16;
   const int source = p.row_map ? p.row_map[row] : row, cols4 = p.cols / 4;
   const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
   const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
@@ -60,25 +60,25 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int
   float4 kept[KEEP];
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
-    const int k = begin + threadIdx.x + i * THREADS;
+    const int k = begin + thread + i * THREADS;
     kept[i] = make_float4(0, 0, 0, 0);
     if (k < end) kept[i] = staged_value<SOURCE>(p, x, gate, k, squares);
     largest = fmaxf(largest, fmaxf(fmaxf(fabsf(kept[i].x), fabsf(kept[i].y)), fmaxf(fabsf(kept[i].z), fabsf(kept[i].w))));
   }
-  for (int k = begin + threadIdx.x + KEEP * THREADS; k < end; k += THREADS) {
+  for (int k = begin + thread + KEEP * THREADS; k < end; k += THREADS) {
     const float4 v = staged_value<SOURCE>(p, x, gate, k, squares);
     largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   }
   const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
   largest = warp_max(largest);
   if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
-  __syncthreads();
+  group_barrier(group + 1, THREADS);
   float sum = 0.0f, top = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) sum = __fadd_rn(sum, stats[w]), top = fmaxf(top, stats[WARPS + w]);
   const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
   const float scale = half_range_scale(__fmul_rn(top, rms)), factor = __fmul_rn(rms, scale);
-  if (threadIdx.x == 0) *inverse = power_inverse(scale);
+  if (thread == 0) *inverse = power_inverse(scale);
   const int offset = SOURCE == NORMED ? first * (UNIT_COLS / 4) : 0;   // of the staged columns in what was read
   const int last = units * (UNIT_COLS / 4);
   auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
@@ -94,12 +94,12 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int
   };
 #pragma unroll
   for (int i = 0; i < KEEP; ++i)
-    if (i * THREADS < last + offset) convert(threadIdx.x + i * THREADS - offset, kept[i]);
+    if (i * THREADS < last + offset) convert(thread + i * THREADS - offset, kept[i]);
   for (int i = KEEP * THREADS; i < last + offset; i += THREADS) {
-    const int k = begin + threadIdx.x + i;
+    const int k = begin + thread + i;
     float unused = 0.0f;
     float4 v = make_float4(0, 0, 0, 0);
     if (k < end) v = staged_value<SOURCE>(p, x, gate, k, unused);
-    convert(threadIdx.x + i - offset, v);
+    convert(thread + i - offset, v);
   }
 }

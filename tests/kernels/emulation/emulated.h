@@ -84,6 +84,14 @@ inline void block_barrier() {
   if (++block_arrived == block_live) { block_arrived = 0; ++block_turn; ++progress; return; }
   while (block_turn == turn) yield();
 }
+struct Group { int arrived; unsigned turn; };
+static Group groups[16];
+inline void group_barrier(int id, int threads) {
+  Group& g = groups[id];
+  const unsigned turn = g.turn;
+  if (++g.arrived == threads) { g.arrived = 0; ++g.turn; ++progress; return; }
+  while (g.turn == turn) yield();
+}
 inline void entry() {
   body(arguments);
   fibers[current].done = true;
@@ -148,6 +156,7 @@ template <class T> T exchange(T value, int source) {
 
 #define SHARED_BYTES(name) unsigned char* name = emulated::dynamic_shared
 inline void __syncthreads() { emulated::block_barrier(); }
+inline void group_barrier(int id, int threads) { emulated::group_barrier(id, threads); }
 inline void __syncwarp() { emulated::warp_barrier(); }
 inline void __threadfence() {}
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
