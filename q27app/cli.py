@@ -16,6 +16,8 @@ from q27app import __version__, errors
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("q27app.cli_run:serve", "Serve a model over HTTP until stopped."),
     "demo": ("q27app.cli_run:demo", "Ask the bundled model something, to see that everything works."),
+    "status": ("q27app.cli_tui:status", "Show what the daemon does."),
+    "chat": ("q27app.cli_tui:chat", "Ask the daemon's model something."),
     "generate": ("q27app.cli_generate:generate", "Continue a prompt once, without a daemon."),
     "tokens": ("q27app.cli_generate:tokens", "Turn text into token ids and back."),
     "convert": ("q27app.cli_weights:convert", "Convert a Hugging Face folder or a GGUF file to .q27."),
@@ -60,9 +62,15 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, invoke_without_command=True, context_settings=CONTEXT, no_args_is_help=False)
 @click.version_option(__version__, prog_name="q27app", message="%(prog)s %(version)s")
+@click.option("--connect", metavar="URL", help="Without a command: show the daemon there.")
+@click.option("--key", metavar="KEY", help="API key for it, or @FILE.")
+@click.option("--ascii", "is_ascii", is_flag=True, help="Draw the screens with ASCII alone.")
+@click.option("--no-mouse", is_flag=True, help="Leave the mouse to the terminal.")
 @click.pass_context
-def root(ctx: click.Context) -> None:
+def root(ctx: click.Context, connect: str | None, key: str | None, is_ascii: bool, no_mouse: bool) -> None:
     """q27app serves Qwen3.6-27B and Qwen3.8-27B on one consumer NVIDIA card.
+
+    Without a command it opens the screens: monitor, chat, models, log. They show the daemon that runs, or start one.
 
     \b
     First steps:
@@ -71,11 +79,18 @@ def root(ctx: click.Context) -> None:
       q27app convert FOLDER my.q27    make a model of your own
     """
     if ctx.invoked_subcommand is None:
-        _bare(ctx)
+        _bare(ctx, connect, key, is_ascii, not no_mouse)
 
 
-def _bare(ctx: click.Context) -> None:
-    """No command: on a terminal the state of things and the help; elsewhere short help and exit code 2."""
+def _bare(ctx: click.Context, connect: str | None, key: str | None, is_ascii: bool, use_mouse: bool) -> None:
+    """No command: on a terminal the screens; on a dumb one the state of things and the help; elsewhere exit code 2."""
+    from q27app.config import variable
+
+    if sys.stdout.isatty() and sys.stdin.isatty() and variable("TERM") not in ("", "dumb"):
+        from q27app.cli_tui import open_tui
+
+        open_tui(connect, key, is_ascii, use_mouse)
+        return
     if not sys.stdout.isatty():
         click.echo("Usage: q27app COMMAND ...  (see q27app --help)\nCommands: " + ", ".join(COMMANDS), err=True)
         ctx.exit(errors.EXIT_USAGE)

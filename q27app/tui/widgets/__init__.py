@@ -1,0 +1,1 @@
+"""Parts of screens. None of them asks the daemon anything."""
