@@ -17,8 +17,9 @@ from q27app.config_values import Origin, Rule, check_value, parse_words, read_fi
 from q27app.errors import UsageError
 
 PREFIX = "Q27APP_"
-PLAIN_VARIABLES = ("HOME", "CONFIG", "SHARED", "LONG_SCALE")
-"""Variables `Q27APP_NAME` that are not settings: folders, the config file, and what the test suite reads."""
+PLAIN_VARIABLES = ("HOME", "CONFIG", "SHARED", "LONG_SCALE", "FORCE_ARCH", "MEMORY_CAP")
+"""Variables `Q27APP_NAME` that are not settings: folders, the config file, what the test suite reads, and which older or
+smaller card the card shall play."""
 
 
 FLAGS = {"model.path": "--model", "model.context": "--ctx"}
@@ -250,6 +251,14 @@ def home_override() -> Path | None:
     """$Q27APP_HOME: one folder that holds config, data, cache and state."""
     value = variable("Q27APP_HOME")
     return Path(value).absolute() if value else None
+
+
+def played_card() -> tuple[str | None, int | None]:
+    """$Q27APP_FORCE_ARCH ("86": an older kind of card) and $Q27APP_MEMORY_CAP (bytes of the card that may be used)."""
+    cap = variable("Q27APP_MEMORY_CAP")
+    if cap and not cap.isdigit():
+        raise UsageError(f"Q27APP_MEMORY_CAP is {cap!r}, expected a number of bytes.")
+    return variable("Q27APP_FORCE_ARCH") or None, int(cap) if cap else None
 
 
 def no_color() -> bool:

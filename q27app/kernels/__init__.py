@@ -2,14 +2,15 @@
 
 Start at backend.py (the one interface) and batch.py (what a pass is given); reference.py and reference_sample.py say what
 every operation computes. The NumPy backend: numpy_backend.py, then numpy_pass, numpy_state, numpy_linear, numpy_attention,
-numpy_delta. kv_formats.py is the table of key and value formats. Imports: weights, ground floor.
+numpy_delta. The CUDA backend: cuda_backend.py, launch.py (the device), cuda_weights (how matrices lie), cuda_linear and
+cuda_mixers (the stages), cu/*.cu; compiler.py and card.py. kv_formats.py is the table of key and value formats. Imports: weights, ground floor.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from q27app.errors import GpuError, UsageError
+from q27app.errors import UsageError
 
 if TYPE_CHECKING:
     from q27app.kernels.backend import Backend
@@ -29,7 +30,12 @@ def open_backend(name: str = "auto") -> Backend:
 
         name = "cuda" if nvidia_device_exists() else "numpy"
     if name == "cuda":
-        raise GpuError("this version has no CUDA backend.", "Choose the CPU with --backend numpy.")
+        from q27app.config import played_card
+        from q27app.kernels.cuda_backend import CudaBackend
+        from q27app.paths import cache_dir
+
+        force_arch, memory_cap = played_card()
+        return CudaBackend.open(cache_dir() / "kernels", force_arch=force_arch, memory_cap=memory_cap)
     from q27app.kernels.numpy_backend import NumpyBackend
 
     return NumpyBackend()

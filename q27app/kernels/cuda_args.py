@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-MAX_SEGMENTS = 4
+MAX_SEGMENTS, MAX_RUNS = 4, 512
 POINTER, INT, FLOAT, LONG = ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_int64
 
 
@@ -31,10 +31,11 @@ class Rows(ctypes.Structure):
 
 class LinearRows(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights block_tiles out partial counters"),
+        *_fields(p="weights out partial counters"),
         ("rows_in", Rows),
         ("segments", Segment * MAX_SEGMENTS),
         *_fields(i="num_segments num_tiles rows out_stride out_rows"),
+        ("run_tiles", ctypes.c_uint16 * (MAX_RUNS + 2)),
     ]
 
 

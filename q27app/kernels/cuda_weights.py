@@ -7,7 +7,7 @@ one shape and number type are a gate and an up matrix: their tiles alternate, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
 UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
+KIND_COSTS = {KIND_F16: 2.0, KIND_Q8: 1.0, KIND_Q4: 1.0}
+"""Time of a byte when tiles are shared out: few stages of F16 fit the ring, so that its tiles take longer."""
+
 UNIT_COLS, TILE_ROWS, WARPS, TILE_SUMS = 64, 16, 8, 160
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
@@ -61,7 +64,8 @@ class CudaVector:
 @dataclass(frozen=True)
 class CudaWeight:
     """A packed row list. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
-    matrices are a high and a low half side by side), 0 = never. splits, groups: how the row family shares it out."""
+    matrices are a high and a low half side by side), 0 = never. splits: of the columns; runs: first tile of each of an even
+    number of runs that the row family shares out, and the end."""
 
     shape: tuple[int, int]
     nbytes: int
@@ -71,8 +75,7 @@ class CudaWeight:
     wrap: int
     paired: bool
     splits: int
-    groups: int
-    block_tiles: int = field(default=0)
+    runs: tuple[int, ...]
 
     @property
     def num_tiles(self) -> int:
@@ -91,12 +94,12 @@ class CudaWeight:
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
 
 
-def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
-    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
+def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool, groups: int = 2) -> int:
+    """Dynamic shared memory of linear_rows with `groups` groups a block (Memory in linear_rows.cu)."""
     ring = card.linear_rows_defines()["RING_BYTES_16" if wide else "RING_BYTES_8"]
     tiles = 2 if not wide and ring >= 2 * UNIT_BYTES[KIND_F16] else 1
-    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + 2 * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
-    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + 2 * WARPS * ring
+    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + groups * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
+    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + groups * WARPS * ring
 
 
 def split_size(units: int, splits: int) -> int:
@@ -124,16 +127,14 @@ def choose_splits(card: Card, units: int, num_tiles: int, step: int) -> int:
     return best
 
 
-def partition(costs: np.ndarray, groups: int, step: int) -> np.ndarray:
-    """int32 [groups + 1]: borders of runs of tiles, multiples of step, of nearly equal cost."""
+def partition(costs: np.ndarray, runs: int, step: int) -> tuple[int, ...]:
+    """[runs + 1] borders of runs of tiles, multiples of step, of nearly equal cost; runs may be empty."""
     blocks = costs.reshape(-1, step).sum(axis=1)
-    groups = max(1, min(groups, len(blocks)))
     ends = np.concatenate([[0], np.cumsum(blocks)])
-    wanted = ends[-1] * np.arange(groups + 1) / groups
-    borders = np.searchsorted(ends, wanted - 1e-6 * ends[-1])
-    borders = np.maximum.accumulate(borders)
+    wanted = ends[-1] * np.arange(runs + 1) / runs
+    borders = np.maximum.accumulate(np.searchsorted(ends, wanted - 1e-6 * ends[-1]))
     borders[0], borders[-1] = 0, len(blocks)
-    return (borders * step).astype(np.int32)
+    return tuple(int(border) * step for border in borders)
 
 
 def kind_of(tensor: "Tensor") -> tuple[int, int]:
@@ -183,20 +184,21 @@ class Loader:
         splits = 1 if wrap else choose_splits(card, units, num_tiles, step)
         if wrap and rows_shared_bytes(card, 8, wrap, False) > card.shared_bytes:
             raise GpuError(f"{first.name} is F32 with {cols} columns, too many for the GPU.", "Convert with --tier f16.")
-        costs = np.concatenate([np.full(s.num_tiles, s.tile_bytes, np.float64) for s in segments])
-        borders = partition(costs, card.num_sms // splits, step)
+        costs = np.concatenate([np.full(s.num_tiles, s.tile_bytes * KIND_COSTS[s.kind]) for s in segments])
+        if num_tiles >= 1 << 16:
+            raise GpuError(f"{first.name} has {first.rows} rows, the GPU takes at most {TILE_ROWS << 16}.")
+        groups = min(card.num_sms, cuda_args.MAX_RUNS // 2) // splits
+        runs = partition(costs, 2 * max(1, min(groups, -(-num_tiles // (2 * step)))), step)
         try:
             address = self._backend.weights_arena.take(nbytes + 4096)
         except OutOfMemory as error:
             raise OutOfMemory(f"{first.name}: {error.message}", error.hint) from error
-        block_tiles = self._backend.weights_arena.take(borders.nbytes)
-        self._device.upload(block_tiles, borders)
         for index, tensor in enumerate(tensors):
             segment = segments[0] if paired else segments[index]
             stride = segment.tile_bytes * (2 if paired else 1)
             self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
         weight = CudaWeight((sum(tensor.rows for tensor in tensors), cols), nbytes, address, segments, units, wrap, paired,
-                            splits, len(borders) - 1, block_tiles)
+                            splits, runs)
         self._backend.reserve_for(weight)
         return weight
 

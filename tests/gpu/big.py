@@ -112,6 +112,29 @@ def stage_times(model: Model, state, rows: int, line) -> None:
     line(f"  all stages, {rows} rows", f"{total / 1000:.3f} ms")
 
 
+PASSES = ((1, 10), (2, 10), (8, 10), (16, 10), (1, 32000), (8, 32000))
+"""Rows and position of the decode passes that are timed."""
+
+
+def decode_speed(device, line, kv_format: str, passes) -> str:
+    """Decode alone, then its stages at 1 row: short enough to compare two builds in one call."""
+    model = build(device, 64)
+    backend = model.backend
+    state = model.allocate_state(kv_format, 2, 64 if kv_format == "fp16" else 640, 16)
+    table = [list(range(state.num_blocks))]
+    for rows, position in passes:
+        batch = make_batch("verify" if rows > 1 else "decode", [[5] * rows], [position], [0], table, None, rows > 1)
+        run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731
+        run()
+        replay = backend.record(run)
+        line(f"  decode {rows} rows at {position}", f"{timed(backend, replay):.3f} ms")
+    for rows in (1, 8):
+        batch = make_batch("verify", [[5] * rows], [10], [0], table, None, True)
+        model.forward(batch, state, warm_mtp=False)
+        stage_times(model, state, rows, line)
+    return "done"
+
+
 def speed(device, attempt, line) -> None:
     """Decode of 1, 8, 16 rows near 0 and at 32K, stage by stage; prefill of 2,048 and 8,192."""
     start = time.perf_counter()

@@ -148,7 +148,23 @@ def graph_equals_eager(device: CudaDevice, config) -> str:
     return f"29 steps, {replay.num_nodes} nodes"
 
 
-SECTIONS = {"stages": stages, "models": models, "speed": big.speed, "once": big.once}
+def forced(device: CudaDevice) -> None:
+    """The card as one of compute capability 8.6 with a memory cap: the same checks, and the 27B's decode."""
+    device.close()
+    played = open_device(force_arch="86", memory_cap=int(23.1 * 2**30))
+    line("played card", f"{played.card.target}, {played.card.shared_bytes} bytes of shared memory, free {played.free_bytes() / 1e9:.1f} GB")
+    nano = replace(cuda_checks.NANO, hidden_size=512, intermediate_size=1024, vocab_size=2000)
+
+    def run():
+        expected, found = cuda_checks.pair_of_lines(played, nano, Q4_G64, "fp16", max_rows=512, blocks=32)
+        errors = cuda_checks.check_model(expected, found, prompt=500)
+        return limited(max(errors.values()), 2e-3)
+
+    attempt("model Q4_G64 fp16, played", run)
+    attempt("27B decode, played", lambda: big.decode_speed(played, line, "fp16", ((1, 10), (8, 10))))
+
+
+SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES), "stages": stages, "models": models, "speed": big.speed, "once": big.once}
 
 
 def main(names: list[str]) -> int:
@@ -160,12 +176,12 @@ def main(names: list[str]) -> int:
     line("open and compile", f"{time.perf_counter() - start:.1f} s")
     for name in names or ["stages", "models", "speed"]:
         try:
-            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once") else ()))
+            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once", "decode") else ()))
         except Exception as error:
             failures.append(name)
             traceback.print_exc(limit=-6)
             line(name, f"FAILED {type(error).__name__}: {str(error)[:300]}")
-    device.close()
+    device.close()   # closing twice is harmless
     line("failed", ", ".join(failures) or "nothing")
     return 1 if failures else 0
 

@@ -35,9 +35,10 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// A barrier of some warps of a block; id 1 .. 15.
+// A barrier of some warps of a block; id 1 or 2 (constants, or a block would hold all 16).
 __device__ __forceinline__ void group_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  if (id == 1) asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  else asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
 __device__ __forceinline__ uint16_t half_from_float(float value) { return __half_as_ushort(__float2half_rn(value)); }

@@ -2,44 +2,43 @@
 // Reference: reference.project, reference.add_linear, reference.gate_up    Used by: layers.run_layer, Backend.head
 // Shapes:    x [rows, cols] f32, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x rows contiguous and 16-byte aligned; tiles of W one after the other, a unit list each
-// Launch:    linear_rows_*: grid (tile runs * splits), block (512), shared as cuda_weights.rows_shared_bytes;
+// Launch:    linear_rows_*: grid (runs / groups * splits), block (groups * 256), shared as cuda_weights.rows_shared_bytes;
 //            stage_*: grid (rows, splits), block (256)
-// Defines:   RING_BYTES_8, RING_BYTES_16 (a warp)    Limits: cols % 4 == 0, rows <= 8 NB
+// Defines:   RING_BYTES_8, RING_BYTES_16 (a warp), FUSED_BLOCKS (of one or two rows, a multiprocessor)    Limits: cols % 4 == 0, rows <= 8 NB
 // Numbers:   activations scaled per row (and K split) by a power of two, then fp16; exact products; f32 sums in a fixed
 //            order: units of a warp ascending, warps ascending, splits ascending. Bound: memory.
 //
-// A block owns a run of tiles and one K split; each of its two groups of 8 warps takes half of the tiles, and the warps of a
-// group share the columns. Each warp streams its units of two tiles (one where there are more than 8 rows) through a ring of
+// A group of 8 warps owns a run of tiles and one K split; its warps share the columns. A block is one group for one or two
+// rows (so that blocks of the next kernel find room early), two groups on the same staged rows for more. Each warp streams its units of two tiles (one where there are more than 8 rows) through a ring of
 // asynchronous copies, already filling while the kernel before still runs. One or two rows are normed and converted by every
 // block (staging.cuh); more rows are converted once, by stage_*, before.
 #include "quant.cuh"
 #include "staging.cuh"
 
-constexpr int MAX_SEGMENTS = 4, FLAGS = 256, GROUPS = 2, BLOCK = GROUPS * THREADS;
+constexpr int MAX_SEGMENTS = 4, FLAGS = 256, MAX_RUNS = 512;
 constexpr int TILE_SUMS = 160;   // floats of a tile's sums: [8 columns][16 rows + 4]
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 struct LinearRows {
   const unsigned char* weights;
-  const int* block_tiles;      // [groups + 1] first tile of each group
   float* out;
   float* partial;              // [splits, num_tiles, 16, 16], only when splits > 1
   int* counters;               // [num_tiles], zero between launches
   Rows rows_in;
   Segment segments[MAX_SEGMENTS];
   int num_segments, num_tiles, rows, out_stride, out_rows;
+  unsigned short run_tiles[MAX_RUNS + 2];   // first tile of each run
 };
 
-struct Slice {   // what a block works on
-  int first_tile, end_tile, split, first_unit, num_units;
+struct Slice {   // what a block works on; its groups take runs first_run, first_run + 1
+  int first_run, split, first_unit, num_units;
 };
 
-__device__ __forceinline__ Slice block_slice(const LinearRows& p) {
+template <int GROUPS> __device__ __forceinline__ Slice block_slice(const LinearRows& p) {
   Slice s;
-  const int group = blockIdx.x / p.rows_in.splits;
-  s.split = blockIdx.x % p.rows_in.splits;
-  s.first_tile = p.block_tiles[group];
-  s.end_tile = p.block_tiles[group + 1];
+  const int pair = GROUPS == 1 ? blockIdx.x / 2 : blockIdx.x;
+  s.first_run = 2 * (pair / p.rows_in.splits) + (GROUPS == 1 ? blockIdx.x % 2 : 0);
+  s.split = pair % p.rows_in.splits;
   s.first_unit = split_unit(p.rows_in, s.split);
   s.num_units = split_unit(p.rows_in, s.split + 1) - s.first_unit;
   return s;
@@ -54,36 +53,47 @@ template <int KIND, int NB> __host__ __device__ constexpr int stages() { return 
 template <int NB> struct Ring {
   static constexpr int T = tiles_at_once<NB>();
   unsigned char* shared;
+  unsigned char* target;         // the lane's place in the next stage
   const unsigned char* source;   // next unit of the first tile of the set
-  int unit_bytes, tile_bytes, stage_bytes, num_stages, next_set, count, left, tiles, unit, slot;
+  int offset[T + 1];             // of the lane's first pieces from there
+  int unit_bytes, tile_bytes, chunks, num_stages, next_set, count, left, tiles, unit, slot;
 
   __device__ __forceinline__ void open(unsigned char* ring, const LinearRows& p, const Segment& segment, int first_tile,
-                                       int end_tile, int first_unit, int units) {
+                                       int end_tile, int first_unit, int units, int lane) {
     unit_bytes = segment.kind == KIND_Q4 ? Unit<KIND_Q4>::BYTES : segment.kind == KIND_Q8 ? Unit<KIND_Q8>::BYTES : Unit<KIND_F16>::BYTES;
     tile_bytes = segment.tile_bytes;
-    stage_bytes = T * unit_bytes;
-    num_stages = ring_bytes<NB>() / stage_bytes;
+    chunks = T * unit_bytes / 16;
+    num_stages = ring_bytes<NB>() / (T * unit_bytes);
     shared = ring;
+    target = ring + lane * 16;
     source = p.weights + segment.offset + (long long)(first_tile - segment.first_tile) * tile_bytes + (long long)first_unit * unit_bytes;
     tiles = end_tile - first_tile;
     count = units;
     left = (tiles + T - 1) / T * units;
     next_set = T * tile_bytes - units * unit_bytes;
     unit = slot = 0;
+    aim(lane);
   }
-  __device__ __forceinline__ void copy(int at, int chunks, int jump) const {
-    if (at < chunks) copy_async_16(shared + slot * stage_bytes + at * 16, source + (at * 16 + (T == 2 && at * 16 >= unit_bytes ? jump : 0)));
+  // At an odd end the second tile's place takes what follows the first: in bounds, and not used.
+  __device__ __forceinline__ int place(int at) const { return at * 16 + (T == 2 && tiles > 1 && at * 16 >= unit_bytes ? tile_bytes - unit_bytes : 0); }
+  __device__ __forceinline__ void aim(int lane) {
+#pragma unroll
+    for (int i = 0; i < T + 1; ++i) offset[i] = place(lane + 32 * i);
   }
   __device__ __forceinline__ void issue(int lane) {
     if (left > 0) {
-      const int chunks = (T == 2 && tiles > 1 ? 2 : 1) * unit_bytes / 16, jump = tile_bytes - unit_bytes;
 #pragma unroll
-      for (int i = 0; i < T + 1; ++i) copy(lane + 32 * i, chunks, jump);
+      for (int i = 0; i < T + 1; ++i)
+        if (i < T || lane + 32 * i < chunks) copy_async_16(target + i * 512, source + offset[i]);
 #pragma unroll 1
-      for (int at = lane + 32 * (T + 1); at < chunks; at += 32) copy(at, chunks, jump);
+      for (int at = lane + 32 * (T + 1); at < chunks; at += 32) copy_async_16(target + (at - lane) * 16, source + place(at));
       source += unit_bytes;
-      if (++unit == count) unit = 0, source += next_set, tiles -= T;
-      if (++slot == num_stages) slot = 0;
+      target += chunks * 16;
+      if (++slot == num_stages) slot = 0, target = shared + lane * 16;
+      if (++unit == count) {
+        unit = 0, source += next_set, tiles -= T;
+        if (tiles == 1) aim(lane);
+      }
       --left;
     }
     copy_async_commit();
@@ -94,10 +104,10 @@ template <int NB> struct Ring {
   }
 };
 
-template <int NB> struct Memory {   // the block's shared memory
+template <int NB, int GROUPS> struct Memory {   // the block's shared memory
   static constexpr int T = tiles_at_once<NB>();
   float* inverse;        // [16] 1 / scale of each row
-  float* stats;          // [GROUPS][2][WARPS]
+  float* stats;          // [2 rows][2][WARPS]
   unsigned char* flags;  // [FLAGS]
   float* sums;           // [GROUPS][WARPS][T][NB][TILE_SUMS]
   float* minus_sums;     // [units][8 * NB]
@@ -108,7 +118,7 @@ template <int NB> struct Memory {   // the block's shared memory
   __device__ __forceinline__ void open(unsigned char* shared, const LinearRows& p, int units) {
     inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
-    flags = reinterpret_cast<unsigned char*>(stats + GROUPS * 2 * WARPS);
+    flags = reinterpret_cast<unsigned char*>(stats + 2 * 2 * WARPS);
     sums = reinterpret_cast<float*>(flags + FLAGS);
     minus_sums = sums + GROUPS * WARPS * T * NB * TILE_SUMS;
     stride = units * UNIT_COLS + 8;
@@ -139,13 +149,13 @@ template <int NB> __device__ __forceinline__ float sum_of_warps(const float* sum
   const float* at = sums + (t * NB + (column >> 3)) * TILE_SUMS + (column & 7) * 20 + i;
   float total = at[0];
 #pragma unroll
-  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at[w * Memory<NB>::T * NB * TILE_SUMS]);
+  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at[w * tiles_at_once<NB>() * NB * TILE_SUMS]);
   return total;
 }
 
 // Sums of the warps for `tiles` tiles, to where they belong or to the last block of the tile.
-template <int EPILOGUE, int NB>
-__device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const Memory<NB>& m,
+template <int EPILOGUE, int NB, class M>
+__device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
                                              const float* sums, int tile, int tiles, float unscale, float& held) {
   const bool pairs = EPILOGUE == GATE_UP && p.rows_in.splits == 1;
   static_assert(TILE_ROWS * 8 * NB <= THREADS, "a value of a tile for each thread");
@@ -171,8 +181,8 @@ __device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment&
 }
 
 // The group's tiles of a segment; the ring has been opened and primed for them.
-template <int KIND, int EPILOGUE, int NB>
-__device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const Memory<NB>& m,
+template <int KIND, int EPILOGUE, int NB, class M>
+__device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
                                           Ring<NB>& ring, int first_tile, int end_tile, int warp_unit) {
   constexpr int T = Ring<NB>::T, UNIT = Unit<KIND>::BYTES;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS, g = lane >> 2, q = lane & 3;
@@ -225,24 +235,24 @@ __device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& se
         target[0] = acc[t][nb][0], target[20] = acc[t][nb][1], target[8] = acc[t][nb][2], target[28] = acc[t][nb][3];
       }
     group_barrier(group + 1, THREADS);
-    reduce_tiles<EPILOGUE, NB>(p, segment, s, m, sums, tile, min(T, end_tile - tile), KIND == KIND_F16 ? 1.0f : CODE_UNSCALE, held);
+    reduce_tiles<EPILOGUE, NB, M>(p, segment, s, m, sums, tile, min(T, end_tile - tile), KIND == KIND_F16 ? 1.0f : CODE_UNSCALE, held);
   }
   copy_async_wait<0>();
   __syncwarp();
 }
 
 // The last block to finish a tile adds the splits in ascending order.
-template <int EPILOGUE, int NB>
-__device__ __forceinline__ void merge_splits(const LinearRows& p, const Slice& s, const Memory<NB>& m) {
-  constexpr int STEP = EPILOGUE == GATE_UP ? 2 : 1;
-  const int splits = p.rows_in.splits;
+template <int EPILOGUE, int GROUPS, class M>
+__device__ __forceinline__ void merge_splits(const LinearRows& p, const Slice& s, const M& m) {
+  constexpr int STEP = EPILOGUE == GATE_UP ? 2 : 1, BLOCK = GROUPS * THREADS;
+  const int splits = p.rows_in.splits, first_tile = p.run_tiles[s.first_run], end_tile = p.run_tiles[s.first_run + GROUPS];
   __threadfence();
   __syncthreads();
 #pragma unroll 1
-  for (int base = s.first_tile; base < s.end_tile; base += FLAGS) {
-    const int mine = base + threadIdx.x, tiles = min(FLAGS, s.end_tile - base);
+  for (int base = first_tile; base < end_tile; base += FLAGS) {
+    const int mine = base + threadIdx.x, tiles = min(FLAGS, end_tile - base);
     bool last = false;
-    if (threadIdx.x < FLAGS && mine < s.end_tile && threadIdx.x % STEP == 0) {
+    if (threadIdx.x < FLAGS && mine < end_tile && threadIdx.x % STEP == 0) {
       last = atomicAdd(&p.counters[mine], 1) == splits - 1;
       if (last) p.counters[mine] = 0;
     }
@@ -275,7 +285,7 @@ __device__ __forceinline__ bool overlap(const Segment& segment, int begin, int s
 }
 
 // Rows that stage_* converted before: copy the block's columns.
-template <int NB> __device__ __forceinline__ void copy_rows(const LinearRows& p, const Slice& s, const Memory<NB>& m) {
+template <int NB, int BLOCK, class M> __device__ __forceinline__ void copy_rows(const LinearRows& p, const Slice& s, const M& m) {
   const Rows& in = p.rows_in;
   const int staged = in.wrap ? in.wrap : s.num_units, first = in.wrap ? 0 : s.first_unit, width = staged_units(in);
   const int chunks = staged * 8;
@@ -292,31 +302,32 @@ template <int NB> __device__ __forceinline__ void copy_rows(const LinearRows& p,
 }
 
 template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
+  constexpr int GROUPS = SOURCE == HALVES ? 2 : 1;
   SHARED_BYTES(shared);
   allow_next();
-  const Slice s = block_slice(p);
-  Memory<NB> m;
+  const Slice s = block_slice<GROUPS>(p);
+  Memory<NB, GROUPS> m;
   m.open(shared, p, p.rows_in.wrap ? p.rows_in.wrap : s.num_units);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS;
   const int warp_unit = s.num_units * warp / WARPS, units = s.num_units * (warp + 1) / WARPS - warp_unit;
-  const int half = ((s.end_tile - s.first_tile) / 2 + 1) & ~1;   // whole pairs to the first group
-  const int begin = group ? min(s.first_tile + half, s.end_tile) : s.first_tile;
-  const int stop = group ? s.end_tile : min(s.first_tile + half, s.end_tile);
+  const int begin = p.run_tiles[s.first_run + group], stop = p.run_tiles[s.first_run + group + 1];
+  unsigned char* own = m.ring + (threadIdx.x / 32) * ring_bytes<NB>();
   int first, end, index = 0;
   while (index < p.num_segments && !overlap(p.segments[index], begin, stop, first, end)) ++index;
   Ring<NB> ring;
   if (index < p.num_segments) {
-    ring.open(m.ring + (threadIdx.x / 32) * ring_bytes<NB>(), p, p.segments[index], first, end, s.first_unit + warp_unit, units);
+    ring.open(own, p, p.segments[index], first, end, s.first_unit + warp_unit, units, lane);
     ring.prime(lane);
   }
   wait_for_earlier();
   if constexpr (SOURCE == HALVES) {
-    copy_rows<NB>(p, s, m);
+    copy_rows<NB, GROUPS * THREADS>(p, s, m);
   } else {
     const int staged = p.rows_in.wrap ? p.rows_in.wrap : s.num_units, first_unit = p.rows_in.wrap ? 0 : s.first_unit;
-    if (group < p.rows)
-      stage_row<SOURCE>(p.rows_in, group, first_unit, staged, m.stats + 2 * WARPS * group, m.rows + group * m.stride, m.minus_sums + group,
-                        8 * NB, m.inverse + group, group);
+#pragma unroll 1
+    for (int row = 0; row < p.rows; ++row)
+      stage_row<SOURCE>(p.rows_in, row, first_unit, staged, m.stats + 2 * WARPS * row, m.rows + row * m.stride, m.minus_sums + row, 8 * NB,
+                        m.inverse + row, 0);
     __syncthreads();
   }
 #pragma unroll 1
@@ -326,14 +337,14 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
     else if (segment.kind == KIND_Q8) run_tiles<KIND_Q8, EPILOGUE, NB>(p, segment, s, m, ring, first, end, warp_unit);
     else run_tiles<KIND_F16, EPILOGUE, NB>(p, segment, s, m, ring, first, end, warp_unit);
     if (++index == p.num_segments || !overlap(p.segments[index], begin, stop, first, end)) break;
-    ring.open(m.ring + (threadIdx.x / 32) * ring_bytes<NB>(), p, p.segments[index], first, end, s.first_unit + warp_unit, units);
+    ring.open(own, p, p.segments[index], first, end, s.first_unit + warp_unit, units, lane);
     ring.prime(lane);
   }
-  if (p.rows_in.splits > 1) merge_splits<EPILOGUE, NB>(p, s, m);
+  if (p.rows_in.splits > 1) merge_splits<EPILOGUE, GROUPS>(p, s, m);
 }
 
 #define LINEAR_ROWS(NAME, SOURCE, EPILOGUE, NB)                                                             \
-  extern "C" __global__ void __launch_bounds__(BLOCK, 1) NAME(const __grid_constant__ LinearRows p) {     \
+  extern "C" __global__ void __launch_bounds__(SOURCE == HALVES ? 512 : 256, SOURCE == HALVES ? 1 : FUSED_BLOCKS) NAME(const __grid_constant__ LinearRows p) {     \
     linear_rows<SOURCE, EPILOGUE, NB>(p);                                                                   \
   }
 LINEAR_ROWS(linear_rows_norm_store, NORMED, STORE, 1)

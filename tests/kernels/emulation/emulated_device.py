@@ -20,7 +20,7 @@ from q27app.kernels.card import Card
 from q27app.kernels.compiler import SOURCES, Job, expand
 
 HERE = Path(__file__).parent
-_KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^)]*(?:\([^)]*\)[^)]*)*\))? (\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\((?:[^()]|\([^()]*\))*\))? (\w+)\(')
 _MACRO = re.compile(r"^(LINEAR_ROWS|LINEAR_TILES)\((\w+),", re.MULTILINE)
 CARD = Card("emulated", (9, 0), 4, 227 * 1024)
 SMALL_CARD = Card("emulated, small", (8, 6), 4, 99 * 1024, 1536)
