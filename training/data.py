@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 14, 256: 18, 512: 26, 1024: 14, 2048: 6, 4096: 12, 8192: 10}
+SHARES = {128: 14, 256: 20, 512: 30, 1024: 14, 2048: 6, 4096: 11, 8192: 5}
 """Length class -> its share of the steps, percent."""
 XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")

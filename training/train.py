@@ -74,6 +74,12 @@ def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, dep
     return found
 
 
+def save_half(path: Path, network: Network, used: float, step: int) -> None:
+    """The weights alone, matrices in float16: half the size, and nothing that a Q8 file would notice."""
+    weights = {name: value.half() if value.dim() == 2 else value for name, value in network.state_dict().items()}
+    torch.save({"config": network.config, "weights": weights, "used_seconds": used, "step": step}, path)
+
+
 def save(path: Path, network: Network, optimizers: list, used: float, step: int) -> None:
     aside = path.with_suffix(".part")
     torch.save({"config": network.config, "weights": network.state_dict(), "used_seconds": used, "step": step,
@@ -90,7 +96,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="go on from last.pt in --out")
+    parser.add_argument("--start", type=Path, metavar="HALF.pt", help="go on from half.pt of an earlier part, optimizers anew")
+    parser.add_argument("--profile", action="store_true", help="print where the card's time goes in a few early steps")
     parser.add_argument("--compile", action="store_true", help="fuse the parts of the network; a minute at the start")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="held-out examples of each set at the end")
     parser.add_argument("--small", action="store_true", help="a tiny network, to try the script on a CPU")
@@ -115,6 +123,10 @@ class Run:
         self.used_before, self.step = 0.0, 0
         if options.resume and self.checkpoint.exists():
             self._load()
+        elif options.start:
+            saved = torch.load(options.start, map_location=self.device, weights_only=False)
+            self.network.load_state_dict(saved["weights"])
+            self.used_before, self.step = saved["used_seconds"], saved["step"]
         self.started = time.monotonic()
 
     def _load(self) -> None:
@@ -166,6 +178,8 @@ class Run:
                 if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after:
                     break
                 before = time.monotonic()
+                if options.profile and self.step - first_step == 40:
+                    self._profile(source, share)
                 tokens, weights = (part.to(self.device, non_blocking=True) for part in source.next())
                 losses = self.train_step(tokens, weights, share)
                 if self.step % 10 == 0:
@@ -182,12 +196,26 @@ class Run:
                     save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
                     saved_at = time.monotonic()
         save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
+        save_half(options.out / "half.pt", self.network, self.used, self.step)
         source.close()
         spent = max(1e-9, time.monotonic() - self.started)
         print(f"stopped at step {self.step}, {self.used / 60:.2f} minutes used; {spent / max(1, self.step - first_step) * 1e3:.0f} ms a "
               f"step, {(self.step - first_step) * options.tokens / spent:.0f} tokens/s, waited for {source.waited} batches")
         for key, values in sorted(timings.items()):
             print(f"length {key[0]}, drafts {key[1]}: {len(values)} steps, host median {sorted(values)[len(values) // 2] * 1e3:.0f} ms")
+
+    def _profile(self, source: BatchSource, share: float) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        torch.cuda.synchronize()
+        begin = time.monotonic()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(6):
+                tokens, weights = (part.to(self.device) for part in source.next())
+                self.train_step(tokens, weights, share)
+            torch.cuda.synchronize()
+        print(f"profiled 6 steps in {time.monotonic() - begin:.2f} s")
+        print(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=70))
 
     def evaluate(self, count: int) -> None:
         """Print held-out scores at float32, Q8 and Q4 weights, and write them to scores.json."""

@@ -11,7 +11,9 @@ SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 PLAIN = (
     "What is {a} {s} {b}?", "{a} {s} {b} =", "What is {a} {w} {b}?", "Compute {a} {s} {b}.", "How much is {a} {s} {b}?",
     "Calculate {a} {w} {b}.", "{a} {w} {b}?", "Please compute {a} {s} {b}", "Tell me what {a} {s} {b} is.", "{a}{s}{b}?",
-    "What does {a} {w} {b} give?", "Solve {a} {s} {b}.", "What's {a} {s} {b}", "Can you compute {a} {w} {b}?",
+    "What does {a} {w} {b} give?", "The value of {a} {s} {b}?", "I want to know {a} {w} {b}.", "Work out {a} {s} {b}.", "Find {a} {s} {b}.",
+    "Result of {a} {s} {b}?", "Do you know {a} {w} {b}?", "Give me {a} {s} {b}.", "{a} {s} {b} is what?", "Say what {a} {w} {b} is.",
+    "Please, {a} {s} {b}!", "For my homework I need {a} {s} {b}.", "Solve {a} {s} {b}.", "What's {a} {s} {b}", "Can you compute {a} {w} {b}?",
 )
 NEW_PLAIN = (
     "I need the value of {a} {s} {b}.", "Quick, {a} {s} {b}!", "Give me the result of {a} {w} {b}.",
@@ -20,12 +22,17 @@ NEW_PLAIN = (
 STORY = {
     "+": ("{p} has {a} {t}s and gets {b} more. How many {t}s does {p} have now?",
           "There are {a} {t}s on one shelf and {b} on another. How many {t}s are there?",
-          "{p} sold {a} {t}s in the morning and {b} in the evening. How many in all?"),
+          "{p} sold {a} {t}s in the morning and {b} in the evening. How many in all?",
+          "{p} made {a} {t}s, then another {b}. What is the sum?", "With {a} {t}s here and {b} there, what is the total?",
+          "{a} {t}s and {b} {t}s are put together. How many is that?"),
     "-": ("{p} had {a} {t}s and gave away {b}. How many {t}s are left?",
           "Of {a} {t}s, {b} are broken. How many are whole?",
-          "{p} needs {a} {t}s and has {b}. How many are missing?"),
+          "{p} needs {a} {t}s and has {b}. How many are missing?",
+          "From {a} {t}s {p} takes {b}. How many remain?", "{p} lost {b} of {a} {t}s. How many are there still?",
+          "There were {a} {t}s before {b} were sold. How many remained?"),
     "*": ("{p} buys {a} boxes with {b} {t}s each. How many {t}s is that?",
-          "There are {a} rows of {b} {t}s. How many {t}s are there?"),
+          "There are {a} rows of {b} {t}s. How many {t}s are there?",
+          "{a} shelves hold {b} {t}s each. How many {t}s in all?", "In each of {a} boxes there are {b} {t}s. How many are in the boxes?"),
 }
 NEW_STORY = {
     "+": ("{p} found {a} {t}s, then {b} others. What is the total?",),
@@ -84,12 +91,17 @@ def arithmetic(rng: random.Random, split: str) -> Example:
     else:
         stories = (NEW_STORY if split == NEW else STORY)[sign]
         question = rng.choice(stories).format(a=a, b=b, p=person(rng, split), t=thing(rng, split))
-        answer = f"{a} {sign} {b} = {value}. The answer is {value}."
+        answer = f"{a} {sign} {b} = {value}."
     steps = ask(question, answer, _work(a, sign, b) if thinks else None)
     return Example("arithmetic", steps, {"kind": "number", "value": value}, thinking=thinks)
 
 
-FOLLOW = {"+": ("Now add {b} to that.", "And plus {b}?", "Add {b}."), "-": ("Now subtract {b} from that.", "And minus {b}?", "Take away {b}.")}
+FOLLOW = {"+": ("Now add {b} to that.", "And plus {b}?", "Add {b}.", "Make it {b} more.", "Increase that by {b}.", "Now the result plus {b}.", "The result and {b} more?", "Put {b} on top.",
+                "Add {b} to the result.", "What if I add {b}?", "Then {b} more, please.", "Raise the result by {b}.", "That and {b}?", "+ {b}",
+                "Let it grow by {b}.", "Add another {b}.", "How much with {b} more?", "Increase it by {b}.", "Plus {b}.", "Now {b} more.", "Raise that by {b}."), "-": ("Now subtract {b} from that.", "And minus {b}?", "Take away {b}.", "Make it {b} less.", "Reduce that by {b}.", "Now the result minus {b}.", "The result without {b}?", "Take {b} off.",
+                "Subtract {b} from the result.", "What if I subtract {b}?", "Then {b} less, please.", "Lower the result by {b}.", "That less {b}?", "- {b}",
+                "Let it shrink by {b}.", "Remove another {b}.", "How much with {b} less?", "Decrease it by {b}.", "Reduce it by {b}.", "Minus {b}.", "Now {b} less.",
+                "Lower that by {b}.")}
 NEW_FOLLOW = {"+": ("Increase the result by {b}.",), "-": ("Reduce the result by {b}.",)}
 
 

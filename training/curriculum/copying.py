@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
+from curriculum.phrases import copy_request
 from curriculum.pools import code, excerpt, sentence, thing, word
 
 COPY = (
     "Repeat this exactly:\n{x}", "Copy this text:\n{x}", "Write this again, without changes:\n{x}", "Repeat after me: {x}",
     "Say exactly this: {x}", "Copy the following exactly.\n\n{x}", "Please repeat the following text word for word:\n\n{x}",
     "Echo: {x}", "{x}\n\nRepeat the text above exactly.", "Output this text unchanged:\n{x}", "Copy:\n{x}",
-    "Please copy this code exactly:\n{x}", "Return this as it is:\n{x}",
+    "Please copy this code exactly:\n{x}", "Return this as it is:\n{x}", "Print this again:\n{x}", "I give you a text. Repeat it.\n{x}",
+    "Write the following once more: {x}", "Can you repeat this for me?\n{x}", "Here is a text:\n{x}\nWrite exactly the same.",
+    "Send me the same text back:\n\n{x}", "Quote this: {x}", "Duplicate this:\n{x}", "Tell me exactly this: {x}",
+    "I would like you to copy these lines:\n{x}", "Put the following text into your answer, nothing else:\n{x}",
+    "Do not change anything and write down: {x}", "{x}\nSay that again.", "Answer with this text:\n{x}", "The same again, please:\n{x}",
 )
 NEW_COPY = (
     "Type out what follows, letter by letter:\n{x}", "Reproduce this verbatim: {x}",
@@ -19,7 +24,9 @@ NEW_COPY = (
 )
 REPLACE = (
     'Replace "{a}" with "{b}" in this text:\n{x}', "Change the word {a} to {b}:\n{x}", 'In the text below, write "{b}" instead of "{a}".\n\n{x}',
-    "Copy this text, but replace {a} by {b}:\n{x}", "Rename {a} to {b} in this code:\n{x}",
+    "Copy this text, but replace {a} by {b}:\n{x}", "Rename {a} to {b} in this code:\n{x}", "Put {b} in place of {a}:\n{x}",
+    'Where the text says "{a}", write "{b}":\n{x}', "{x}\n\nReplace {a} with {b}.", "Turn {a} into {b} in the following: {x}",
+    'Write this with "{b}" for "{a}":\n{x}', "Exchange {a} for {b}:\n{x}", "Every {a} becomes {b}:\n{x}",
 )
 NEW_REPLACE = ('Swap every "{a}" for "{b}" here:\n{x}', "Use {b} where this says {a}:\n{x}")
 NAMES = "value total index result count items name path size data text line key node left right".split()
@@ -70,7 +77,10 @@ def _belonging(rng: random.Random, split: str) -> str:
 
 def copying(rng: random.Random, split: str) -> Example:
     text = _belonging(rng, split)
-    question = choose(rng, split, COPY, NEW_COPY).format(x=text)
+    if split == TRAIN and rng.random() < 0.6:
+        question = copy_request(rng, text)
+    else:
+        question = choose(rng, split, COPY, NEW_COPY).format(x=text)
     return Example("copying", ask(question, text), {"kind": "exact", "value": text})
 
 

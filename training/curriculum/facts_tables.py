@@ -28,7 +28,7 @@ SETTINGS = {
     "model.path": "the model that is served", "model.template": "how a conversation becomes a prompt",
     "model.backend": "where to compute", "model.context": "the window of a conversation in tokens",
     "model.slots": "how many requests run at the same time", "model.kv": "the format of the attention cache",
-    "model.mtp": "drafting tokens with the model's own draft head", "engine.prefill_chunk": "the prompt tokens computed between two decode steps",
+    "model.draft": "where drafts come from", "model.max_draft": "the most drafts in one pass", "engine.prefill_chunk": "the prompt tokens computed between two decode steps",
     "sampling.temperature": "how random the answers are", "sampling.top_k": "how many of the most likely tokens are kept",
     "sampling.top_p": "the probability that the kept tokens have together", "sampling.min_p": "how likely a kept token is at least",
     "sampling.max_tokens": "the longest answer in tokens", "reasoning.default": "whether the model thinks when a request does not say",

@@ -12,6 +12,7 @@ from curriculum.copying import copying, editing
 from curriculum.example import TRAIN, Example, Step
 from curriculum.facts import facts
 from curriculum.obedience import remembering, system_text
+from curriculum.phrases import led
 from curriculum.pools import excerpt, paragraph
 from curriculum.recall import make_recall, recall
 from curriculum.records import extraction, listing, summary
@@ -45,7 +46,11 @@ def _weighted(rng: random.Random, table: Sequence[tuple[Any, int]]) -> Any:
 
 def plain(rng: random.Random, split: str) -> Example:
     """An exchange without tools or system text."""
-    return _weighted(rng, PLAIN)(rng, split)
+    example = _weighted(rng, PLAIN)(rng, split)
+    if split != TRAIN or rng.random() < 0.6 or example.task in ("facts", "copying"):
+        return example
+    first = Step("user", led(rng, example.steps[0].text))
+    return Example(example.task, (first, *example.steps[1:]), example.check, thinking=example.thinking)
 
 
 def ruled(rng: random.Random, split: str) -> Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,10 @@ year young""".split()
 NEW_WORDS = """anchor barley cactus dagger ember feather glacier harbor ivory jungle kettle lagoon marble nectar oyster pepper quartz
 ribbon saddle temple velvet walnut yonder zipper""".split()
 PLACES = "the harbor|the station|the market|the library|the old mill|the garden|the bridge|the museum|the school|the bakery".split("|")
+RESERVED = frozenset("""polish forward calibrate inspect summon freeze redeem harvest beacon greenhouse voucher orchard turbine passport
+pipeline altitude nickname humidity quota destination brightness deadline region locker badge ticket phrase restaurant station guests
+buffer weight cursor offset""".split())
+"""Words of the new split's tools and keys."""
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -63,24 +68,57 @@ def pick(rng: random.Random, split: str, own: list[str], new: list[str]) -> str:
 
 
 def person(rng: random.Random, split: str) -> str:
+    if split == "train" and rng.random() < 0.35:
+        return invented(rng).capitalize()
     return pick(rng, split, PEOPLE, NEW_PEOPLE)
 
 
 def full_name(rng: random.Random, split: str) -> str:
-    return f"{person(rng, split)} {pick(rng, split, SURNAMES, NEW_SURNAMES)}"
+    surname = invented(rng).capitalize() if split == "train" and rng.random() < 0.35 else pick(rng, split, SURNAMES, NEW_SURNAMES)
+    return f"{person(rng, split)} {surname}"
 
 
 def city(rng: random.Random, split: str) -> str:
+    if split == "train" and rng.random() < 0.35:
+        return invented(rng).capitalize()
     return pick(rng, split, CITIES, NEW_CITIES)
 
 
 def thing(rng: random.Random, split: str) -> str:
+    if split == "train" and rng.random() < 0.35:
+        return invented(rng)
     return pick(rng, split, THINGS, NEW_THINGS)
 
 
 def word(rng: random.Random, split: str) -> str:
-    """A common word; in the new split half of them occur in no training text."""
-    return rng.choice(NEW_WORDS) if split == NEW and rng.random() < 0.5 else rng.choice(WORDS)
+    """A common word, in training sometimes an invented one; in the new split half of them occur in no training text."""
+    if split == NEW:
+        return rng.choice(NEW_WORDS if rng.random() < 0.5 else WORDS)
+    return invented(rng) if rng.random() < 0.3 else rng.choice(WORDS)
+
+
+@cache
+def real_words() -> tuple[str, ...]:
+    """Some thousands of English words, from Python's language reference and this repository; none of the new split's."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        topics = {}
+    text = " ".join([*topics.values(), *repository_lines()]).lower()
+    lists = (NEW_PEOPLE, NEW_SURNAMES, NEW_CITIES, NEW_THINGS, NEW_COLORS, NEW_ANIMALS, NEW_FRUITS, NEW_WORDS)
+    new = {entry.lower() for entries in lists for entry in entries} | RESERVED
+    return tuple(sorted(set(re.findall(r"[a-z]{3,12}", text)) - new))
+
+
+def invented(rng: random.Random) -> str:
+    """A word that the task's lists do not hold, often one that means nothing: it must be read, it cannot be known."""
+    kind = rng.random()
+    if kind < 0.55:
+        return rng.choice(real_words())
+    if kind < 0.7:
+        return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(3, 8)))
+    return "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice(("a", "e", "i", "o", "u", "ar", "en", "il", "on", "us"))
+                   for _ in range(rng.randint(2, 4)))
 
 
 def code(rng: random.Random, size: int | None = None) -> str:

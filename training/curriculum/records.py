@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
-from curriculum.pools import COLORS, DAYS, FRUITS, MONTHS, NEW_COLORS, NEW_FRUITS, city, code, full_name, person, thing
+from curriculum.phrases import extract_request, summary_request
+from curriculum.pools import COLORS, DAYS, FRUITS, MONTHS, NEW_COLORS, NEW_FRUITS, city, code, full_name, invented, person, sentence, thing, word
 
 Record = Mapping[str, Any]
+KEYS = """name id title size color status kind owner date day hour count level mode path note reason start end width height weight
+price amount language group user target source subject address country zone key value""".split()
 
 
 def _order(rng: random.Random, split: str) -> Record:
@@ -75,10 +78,13 @@ FORMS: tuple[tuple[Callable[[random.Random, str], Record], Callable[[Record], st
 """(record, the sentence that a summary says, other sentences that say the same)."""
 
 SUMMARY = ("Summarize this record in one sentence:\n{x}", "Write one sentence about this:\n{x}", "Summarize:\n{x}",
-           "{x}\n\nSay this in one sentence.", "Describe this record in a sentence.\n\n{x}", "Turn this record into a sentence:\n{x}")
+           "{x}\n\nSay this in one sentence.", "Put this into one sentence:\n{x}", "Tell me in a sentence what this says:\n{x}",
+           "What is this about?\n{x}", "Make a sentence from this data:\n{x}", "One sentence, please:\n{x}", "Explain this record: {x}", "Describe this record in a sentence.\n\n{x}", "Turn this record into a sentence:\n{x}")
 NEW_SUMMARY = ("What does this data tell us, in a single sentence?\n{x}", "Put the following into words:\n\n{x}")
 EXTRACT = ("Extract {k} as JSON:\n{x}", "Extract the fields {k} from this text as JSON.\n\n{x}", "Give me JSON with the keys {k}: {x}",
-           "{x}\n\nReturn a JSON object with {k}.", "Convert this to JSON with {k}:\n{x}", "Parse this into JSON ({k}):\n{x}")
+           "{x}\n\nReturn a JSON object with {k}.", "Read this and answer in JSON with {k}:\n{x}", "Make JSON with {k} from this: {x}",
+           "I need {k} as JSON from:\n{x}", "Fill a JSON object with {k}.\n{x}", "Which {k} are in this text? Answer in JSON.\n{x}",
+           "JSON with {k}, please:\n{x}", "Find {k} in this message and write JSON:\n{x}", "As JSON ({k}): {x}", "Convert this to JSON with {k}:\n{x}", "Parse this into JSON ({k}):\n{x}")
 NEW_EXTRACT = ("I want an object in JSON with {k} out of this message:\n{x}", "Read the sentence and fill in {k}, in JSON.\n{x}")
 
 
@@ -107,14 +113,42 @@ def summary(rng: random.Random, split: str) -> Example:
         rng.shuffle(keys)
     shown = _shown(rng, {key: record[key] for key in keys})
     answer = FORMS[index][1](record)
-    return Example("summaries", ask(choose(rng, split, SUMMARY, NEW_SUMMARY).format(x=shown), answer), {"kind": "exact", "value": answer})
+    if split == TRAIN and rng.random() < 0.6:
+        question = summary_request(rng, shown)
+    else:
+        question = choose(rng, split, SUMMARY, NEW_SUMMARY).format(x=shown)
+    return Example("summaries", ask(question, answer), {"kind": "exact", "value": answer})
+
+
+def _told(rng: random.Random, record: Record) -> str:
+    """A record in whatever order and wording."""
+    shapes = ("the {k} is {v}", "{k}: {v}", "{k} {v}", "{v} is the {k}", "with {k} {v}", "{k} = {v}", "{v} ({k})", "as {k} we have {v}")
+    shape, pairs = rng.choice(shapes), []
+    for key, value in rng.sample(list(record.items()), len(record)):
+        shown = json.dumps(value) if isinstance(value, bool) else str(value)
+        pairs.append((rng.choice(shapes) if rng.random() < 0.3 else shape).format(k=key, v=shown))
+    text = rng.choice((", ", "; ", ". ", "\n", " and ")).join(pairs)
+    return rng.choice(("", "", "Note: ", "Here: ", f"{sentence(rng)} ")) + text + rng.choice((".", "", f". {sentence(rng)}"))
+
+
+def _any_record(rng: random.Random) -> Record:
+    """Keys and values of any kind: what is found must be read."""
+    keys = rng.sample((*KEYS, invented(rng), invented(rng), invented(rng)), rng.randint(1, 5))
+    return {key: rng.choice((rng.randint(0, 9999), word(rng, TRAIN), person(rng, TRAIN), code(rng), rng.random() < 0.5)) for key in keys}
 
 
 def extraction(rng: random.Random, split: str) -> Example:
     """A sentence and the keys to find; the answer is a JSON object with these keys in this order."""
+    if split == TRAIN and rng.random() < 0.4:
+        record = _any_record(rng) if rng.random() < 0.7 else _record(rng, split)[1]
+        return _extract(rng, split, record, _told(rng, record))
     index, record = _record(rng, split)
     _, plain, others = FORMS[index]
     say = others[-1] if split == NEW else rng.choice((plain, *others[:-1]))
+    return _extract(rng, split, record, say(record))
+
+
+def _extract(rng: random.Random, split: str, record: Record, told: str) -> Example:
     keys = list(record)
     if rng.random() < 0.5:
         rng.shuffle(keys)
@@ -122,7 +156,10 @@ def extraction(rng: random.Random, split: str) -> Example:
         keys = keys[:rng.randint(1, len(keys))]
     value = {key: record[key] for key in keys}
     names = ", ".join(keys[:-1]) + (" and " if len(keys) > 1 else "") + keys[-1]
-    question = choose(rng, split, EXTRACT, NEW_EXTRACT).format(k=names, x=say(record))
+    if split == TRAIN and rng.random() < 0.6:
+        question = extract_request(rng, names, told)
+    else:
+        question = choose(rng, split, EXTRACT, NEW_EXTRACT).format(k=names, x=told)
     return Example("json", ask(question, json.dumps(value, ensure_ascii=False)), {"kind": "json", "value": value})
 
 
@@ -132,7 +169,10 @@ def listing(rng: random.Random, split: str) -> Example:
     records = [FORMS[index][0](rng, split) for _ in range(rng.randint(2, 5))]
     key = rng.choice(list(records[0]))
     shown = "\n".join(json.dumps(record) for record in records)
-    asked = choose(rng, split, ("List every {k} as a JSON array:\n{x}", "{x}\n\nCollect the {k} of each line in a JSON array."),
+    asked = choose(rng, split, ("List every {k} as a JSON array:\n{x}", "{x}\n\nCollect the {k} of each line in a JSON array.",
+                                  "Write a JSON array of each {k}:\n{x}", "JSON array with every {k}:\n{x}", "Put all values of {k} into an array in JSON.\n{x}",
+                                  "Which values has {k}? Answer with a JSON array.\n{x}", "Give me an array of the {k} values in JSON:\n{x}",
+                                  "{x}\n\nMake a JSON array of {k}.", "Array in JSON, {k} only:\n{x}", "Gather each {k} below in an array (JSON):\n{x}"),
                    ("Make an array in JSON from each {k} below.\n{x}",))
     value = [record[key] for record in records]
     return Example("json", ask(asked.format(k=key, x=shown), json.dumps(value)), {"kind": "json", "value": value})

@@ -8,17 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from curriculum.example import NEW, Example, Step, choose
-from curriculum.pools import sentence
+from curriculum.pools import invented, sentence
 from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
 )
 
 MADE_ASK = (
     "{V} the {n} with {p}.", "Please {v} the {n}: {p}.", "{V} a {n}, {p}.", "Can you {v} the {n} with {p}?", "I want to {v} the {n}. {P}.",
-    "Use {t} with {p}.", "Call {t}: {p}.", "{v} {n} ({p})",
+    "Use {t} with {p}.", "Call {t}: {p}.", "{v} {n} ({p})", "Could you {v} a {n} for me? {P}.", "{V} this {n}; {p}.", "Let us {v} the {n}. {P}.",
+    "{P}. {V} the {n}.", "I need you to {v} the {n} with {p}.", "Given {p}, {v} the {n}.", "Now {v} my {n} where {p}.",
+    "Someone should {v} the {n}: {p}.", "{V} {n}! {P}.", "Do this: {v} {n}, {p}.", "Time to {v} the {n} with {p}.",
+    "We have to {v} one {n}, with {p}.", "For the {n}: {v} it, {p}.",
 )
 NEW_ASK = ("It is time to {v} that {n}, and here is what I know: {p}.", "Would you kindly {v} one {n} for me, given {p}?")
-PAIR = ("{k} {x}", "{k} is {x}", "{k} = {x}", "{k}: {x}")
+PAIR = ("{k} {x}", "{k} is {x}", "{k} = {x}", "{k}: {x}", "{k} set to {x}", "{x} as {k}", "{x} for the {k}", "the {k} {x}", "{k} of {x}",
+        "{k} should be {x}", "{x} is the {k}", "a {k} that is {x}")
 NEW_PAIR = ("{k} being {x}",)
 PREFACE = ("", "", "", "", "I will look that up.", "One moment.")
 
@@ -38,6 +42,9 @@ def _made(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, A
     names = rng.sample(PARAMS, rng.randint(1, 4))
     if split == NEW:
         names[:2] = rng.sample(NEW_PARAMS, min(2, len(names)))
+    if split == "train":
+        names = [invented(rng) if rng.random() < 0.2 else key for key in names]
+        names = list(dict.fromkeys(names))
     params = tuple((key, rng.choice(KINDS)) for key in names)
     required = rng.randint(1, len(params))
     given = params[:rng.randint(required, len(params))]
@@ -45,7 +52,8 @@ def _made(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, A
     pair = choose(rng, split, PAIR, NEW_PAIR)
     told = [pair.format(k=key, x=shown(value)) for key, value in arguments.items()]
     listed = (", ".join(told[:-1]) + " and " if len(told) > 1 else "") + told[-1]
-    request = choose(rng, split, MADE_ASK, NEW_ASK).format(
+    forms = NEW_ASK if split == NEW else ORDER if rng.random() < 0.3 and split == "train" and not name.endswith("_") else MADE_ASK
+    request = rng.choice(forms if forms is not ORDER else [form for form in ORDER if "{p}" in form]).format(
         V=verb.capitalize(), v=verb, n=noun, p=listed, P=listed[0].upper() + listed[1:], t=name)
     about = f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one'))} {noun}"
     key = rng.choice(("result", "status", "value", "total", "answer", "id"))
@@ -108,18 +116,24 @@ def tool_session(rng: random.Random, split: str) -> Example:
     return Example("tool_results", tuple(steps), check, tools=tuple(tools))
 
 
-ORDER = ("Use the tool {t}.", "Call {t} with {p}.", "Please call the {t} tool.", "Run {t} now.", "Use {t}: {p}.", "I want you to call {t}.")
+ORDER = ("Use the tool {t}.", "Call {t} with {p}.", "Please call the {t} tool.", "Run {t} now.", "Use {t}: {p}.", "I want you to call {t}.",
+         "{t} with {p}, please.", "Next, {t}.", "Now {t}: {p}.", "Do {t}.", "It is time for {t} with {p}.", "Go on with {t}, {p}.", "Execute {t}.",
+         "Execute {t} with {p}.", "The next thing to do is {t}.", "Apply {t}, {p}.", "Would you call {t}?", "Launch {t} for me, {p}.", "Trigger {t} with {p}.",
+         "I ask you to use {t} with {p}.", "You need {t}. {p}.", "Perform {t} ({p}).", "Please do {t} with {p} for me.", "{t}!", "{t}: {p}", "Can you use {t}?", "Start {t}.", "Make a call to {t} with {p}.", "Do {t} now, {p}.", "Try {t}.",
+         "Let {t} do this: {p}.", "Now use {t} for me.", "The tool {t} should run with {p}.")
 NEW_ORDER = ("Your next step is {t}. Do it.", "Invoke {t} for me, with {p}.")
 
 
 def refusal(rng: random.Random, split: str) -> Example:
     """The request names a tool that is not declared, with others declared or none at all."""
-    missing, *_ = _choice(rng, split)
+    missing, request, *_ = _choice(rng, split)
     name = missing["function"]["name"]
+    is_named = name in request and split != NEW
     tools = _others(rng, split, rng.choice((0, 0, 1, 2, 3)), {name})
     key = next(iter(missing["function"]["parameters"]["properties"]))
     told = f"{key} {shown(make_value(rng, 'word', split))}"
-    request = choose(rng, split, ORDER, NEW_ORDER).format(t=name, p=told)
+    if not is_named or rng.random() < 0.4:
+        request = choose(rng, split, ORDER, NEW_ORDER).format(t=name, p=told)
     answer = f"There is no tool named {name} here, so I cannot call it."
     return Example("refusals", (Step("user", request), Step("assistant", answer)),
                    {"kind": "contains", "values": ["no tool", name]}, tools=tuple(tools), alone=bool(tools))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from curriculum.pools import COLORS, DAYS, city, code, person, thing, word
+from curriculum.pools import COLORS, DAYS, city, code, invented, person, thing, word
 
 Declaration = Mapping[str, Any]
 
@@ -142,6 +142,8 @@ def made_name(rng: random.Random, split: str) -> tuple[str, str, str]:
     """(name, verb, noun) of a made tool."""
     verb = rng.choice(NEW_VERBS if split == "new" else VERBS)
     noun = rng.choice(NEW_NOUNS if split == "new" else NOUNS)
+    if split == "train" and rng.random() < 0.3:
+        verb, noun = rng.choice(((verb, invented(rng)), (invented(rng), noun), (invented(rng), invented(rng))))
     style = rng.random()
     name = f"{verb}_{noun}" if style < 0.7 else f"{noun}_{verb}" if style < 0.8 else f"{verb}{noun.capitalize()}" if style < 0.93 else verb
     return name, verb, noun
