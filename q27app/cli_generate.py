@@ -74,8 +74,8 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 
 @click.command()
 @click.option("--model", "-m", metavar="M", help="Path, name in the models folder, or demo.")
-@click.option("--prompt", metavar="TEXT", help="Text to continue, as it is: no chat template.")
-@click.option("--tokens", "token_text", metavar="1,2,3", help="Token ids to continue.")
+@click.option("--prompt", metavar="TEXT", help="Text to continue, as it is: no chat template; - reads it from standard input.")
+@click.option("--tokens", "token_text", metavar="1,2,3", help="Token ids to continue; - reads them from standard input.")
 @click.option("--max-tokens", "-n", default=128, show_default=True, type=click.IntRange(0), help="Tokens to generate.")
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.")
 @click.option("--top-k", type=int, metavar="K")
@@ -103,6 +103,10 @@ def generate(model: str | None, prompt: str | None, token_text: str | None, max_
 
     if (prompt is None) == (token_text is None):
         raise click.UsageError("Give either --prompt or --tokens.")
+    if prompt == "-":
+        prompt = _standard_input()
+    if token_text == "-":
+        token_text = _standard_input()
     config = load_config({"model.path": model, "model.backend": backend, "model.context": ctx,
                           "sampling.temperature": temperature, "sampling.top_k": top_k, "sampling.top_p": top_p,
                           "sampling.min_p": min_p})
@@ -278,14 +282,19 @@ MODEL_OR_TOKENIZER = click.option("--model", "-m", metavar="M",
 def encode(model: str | None, control: bool, as_json: bool) -> None:
     """Text on standard input, every byte of it, to ids separated by commas."""
     tokenizer = _tokens_tokenizer(model)
+    text = _standard_input()
+    ids = tokenizer.encode(text, control=control)
+    click.echo(json.dumps({"tokens": ids, "count": len(ids)}) if as_json else ",".join(map(str, ids)))
+
+
+def _standard_input() -> str:
+    """All of it, every byte; refuses what is not UTF-8."""
     data = sys.stdin.buffer.read()
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}.",
                          "Convert the text to UTF-8.") from error
-    ids = tokenizer.encode(text, control=control)
-    click.echo(json.dumps({"tokens": ids, "count": len(ids)}) if as_json else ",".join(map(str, ids)))
 
 
 @tokens.command()

@@ -54,6 +54,13 @@ def test_a_chain_counts_on(nano, capfd):
     assert capfd.readouterr().out.strip() == ",".join(str(token) for token in range(1003, 1067))
 
 
+def test_a_long_prompt_comes_from_standard_input(nano):
+    done = subprocess.run(
+        [sys.executable, "-m", "q27app", "generate", "--model", str(nano), "--tokens", "-", "-n", "3", "--json"],
+        input=",".join(map(str, range(300, 400))), capture_output=True, text=True, cwd=REPOSITORY, env=child_environment())
+    assert json.loads(done.stdout)["tokens"] == [400, 401, 402]
+
+
 def test_the_limit_ends_an_answer(capfd):
     answer = generate(capfd, "--prompt", "x", "-n", "5")
     assert (len(answer["tokens"]), answer["finish"]) == (5, "length")
