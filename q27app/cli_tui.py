@@ -140,7 +140,8 @@ async def _show_status(url: str, key: str, interval_s: float | None, as_json: bo
             except Unreachable as error:
                 if interval_s is None:
                     raise
-                lines = [json.dumps({"error": error.message})] if as_json else [f"{'state:':<16} no answer", f"{'error:':<16} {error.message}"]
+                lines = [f"{'state:':<16} no answer", f"{'error:':<16} {error.message}"]
+                lines = [json.dumps({"error": error.message})] if as_json else lines
             if is_redrawn:
                 click.echo("\x1b[H\x1b[J" + "\n".join(lines))
             else:

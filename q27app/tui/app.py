@@ -20,7 +20,7 @@ from textual.screen import Screen
 
 from q27app.errors import Q27Error, Unreachable
 from q27app.tui.marks import Marks
-from q27app.tui.poller import Poller, Trends
+from q27app.tui.poller import INTERVAL_S, Poller, Trends
 from q27app.tui.screens.dialogs import Help, Question
 from q27app.tui.screens.monitor import Monitor
 from q27app.tui.screens.room import Room
@@ -52,7 +52,8 @@ class Q27App(App[None]):
     SCREEN_NAMES = ("monitor", "chat", "models", "logs")
 
     def __init__(self, url: str, key: str = "", starter: Starter | None = None, *, is_ascii: bool = False, in_tmux: bool = False,
-                 first: str = "monitor", history_path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 first: str = "monitor", history_path: Path | None = None, interval_s: float = INTERVAL_S,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.animation_level = "none"
         self.address = url
@@ -64,6 +65,7 @@ class Q27App(App[None]):
         self.client: Client | None = None
         self.poller: Poller | None = None
         self._key, self._starter, self._first, self._in_tmux, self._clock = key, starter, first, in_tmux, clock
+        self._interval_s = interval_s
         self._frozen: _Frozen | None = None
         self._started_failure = ""
         self._screens_made: dict[str, Room] = {}
@@ -102,7 +104,8 @@ class Q27App(App[None]):
 
     def on_mount(self) -> None:
         """Show the first screen at once; the network comes after the first frame."""
-        self.push_screen(self._room("monitor"))
+        self._room("monitor")
+        self.push_screen("monitor")
         if self._first != "monitor":
             self.call_after_refresh(self.go, self._first)
         self.set_interval(RENEW_S, self.renew)
@@ -119,7 +122,7 @@ class Q27App(App[None]):
         try:
             async with self._daemon(), Client(self.address, self._key) as client:
                 self.client = client
-                self.poller = Poller(client, self.renew, clock=self._clock)
+                self.poller = Poller(client, self.renew, self._interval_s, self._clock)
                 await self.poller.run()
         except Q27Error as error:
             self._started_failure = clean(error, 400)
@@ -163,6 +166,7 @@ class Q27App(App[None]):
     def _room(self, name: str) -> Room:
         if name not in self._screens_made:
             self._screens_made[name] = self._make_room(name)
+            self.install_screen(self._screens_made[name], name)  # otherwise switching away would remove it
         return self._screens_made[name]
 
     def _make_room(self, name: str) -> Room:
@@ -182,12 +186,8 @@ class Q27App(App[None]):
 
     def go(self, name: str) -> None:
         """Bring a screen to the front. Screens keep what they hold while another is in front."""
-        room = self._room(name)
-        if self.screen is room:
-            return
-        if not self.is_screen_installed(name):
-            self.install_screen(room, name)
-        self.switch_screen(room)
+        if self.screen is not self._room(name):
+            self.switch_screen(name)
 
     # actions
 
@@ -264,7 +264,8 @@ class Q27App(App[None]):
     def action_export(self) -> None:
         """Write what is shown into a file of the working directory."""
         path = Path(time.strftime("q27app-status-%Y%m%d-%H%M%S.json"))
-        content = {"status": dict(self.snapshot.raw) if self.snapshot else None, "recent": list(self.recent), "log": list(self.log_events)}
+        status = dict(self.snapshot.raw) if self.snapshot else None
+        content = {"status": status, "recent": list(self.recent), "log": list(self.log_events)}
         self.save(path, json.dumps(content, indent=2, default=str))
 
     def save(self, path: Path, text: str) -> bool:

@@ -64,9 +64,13 @@ class Splitter:
 
     def finish(self) -> list[Block]:
         """The text has ended."""
+        finished: list[Block] = []
+        line, self._partial = self._partial, ""
+        if line:
+            self._take(line, finished)
         block = self.open
         self._lines, self._partial, self._size = [], "", 0
-        return [block] if block else []
+        return [*finished, block] if block else finished
 
     def _closing(self) -> str:
         return "\n" + self._fence if self._fence else ""

@@ -43,7 +43,8 @@ def to_markdown(conversation: Conversation, branch: Sequence[Message]) -> str:
         facts = {"role": message.role, "state": message.state, "stats": dict(message.stats), "calls": list(message.calls)}
         for kind, text in (("reasoning", message.reasoning), ("text", message.text)):
             if text or kind == "text":
-                head = json.dumps({**facts, "part": kind} if kind == "text" else {"role": message.role, "part": kind}, ensure_ascii=False)
+                shown = facts if kind == "text" else {"role": message.role}
+                head = json.dumps({**shown, "part": kind}, ensure_ascii=False)
                 parts.append(f"<!-- q27app:message {head} -->\n{_escaped(text)}\n")
     return "".join(parts)
 

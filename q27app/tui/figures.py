@@ -36,8 +36,8 @@ def rate(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """37%"""
-    return DASH if share is None else f"{share:.0%}"
+    """37%; 100% only where nothing is missing"""
+    return DASH if share is None else f"{min(share, 0.99) if share < 1 else share:.0%}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -128,8 +128,9 @@ class History:
         """The latest first. search: only those with this text in the title or a message."""
         wanted = "%" + search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         rows = self._all(
-            "SELECT id, title, updated_at, leaf, settings FROM conversations AS c WHERE ? = '' OR title LIKE ? ESCAPE '\\' OR EXISTS "
-            "(SELECT 1 FROM messages WHERE conversation = c.id AND text LIKE ? ESCAPE '\\') ORDER BY updated_at DESC, id DESC LIMIT ?",
+            "SELECT id, title, updated_at, leaf, settings FROM conversations AS c WHERE ? = '' OR title LIKE ? ESCAPE '\\' "
+            "OR EXISTS (SELECT 1 FROM messages WHERE conversation = c.id AND text LIKE ? ESCAPE '\\') "
+            "ORDER BY updated_at DESC, id DESC LIMIT ?",
             (search, wanted, wanted, limit))
         return [Conversation(*row[:4], _object(row[4])) for row in rows]
 
@@ -172,21 +173,25 @@ class History:
             cursor = db.execute(
                 "INSERT INTO messages (conversation, parent, role, text, reasoning, calls, stats, state, created_at, updated_at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (conversation, parent, role, text, reasoning, json.dumps(list(calls)), json.dumps(dict(stats or {})), state, now, now))
-            db.execute("UPDATE conversations SET leaf = ?, updated_at = ? WHERE id = ?", (cursor.lastrowid, now, conversation))
+                (conversation, parent, role, text, reasoning, json.dumps(list(calls)), json.dumps(dict(stats or {})), state,
+                 now, now))
+            db.execute("UPDATE conversations SET leaf = ?, updated_at = ? WHERE id = ?",
+                       (cursor.lastrowid, now, conversation))
             return cursor.lastrowid or 0
 
     def write(self, message: int, text: str, reasoning: str, calls: Sequence[Mapping[str, Any]], stats: Mapping[str, Any],
               state: str) -> None:
         """What an answer has become."""
         with self._transaction() as db:
-            db.execute("UPDATE messages SET text = ?, reasoning = ?, calls = ?, stats = ?, state = ?, updated_at = ? WHERE id = ?",
+            db.execute("UPDATE messages SET text = ?, reasoning = ?, calls = ?, stats = ?, state = ?, updated_at = ? "
+                       "WHERE id = ?",
                        (text, reasoning, json.dumps(list(calls)), json.dumps(dict(stats)), state, time.time(), message))
 
     def take_back(self, conversation: int, messages: Sequence[int], leaf: int | None) -> None:
         """Remove messages that led to nothing."""
         with self._transaction() as db:
-            db.executemany("DELETE FROM messages WHERE id = ? AND conversation = ?", [(number, conversation) for number in messages])
+            db.executemany("DELETE FROM messages WHERE id = ? AND conversation = ?",
+                           [(number, conversation) for number in messages])
             db.execute("UPDATE conversations SET leaf = ? WHERE id = ?", (leaf, conversation))
 
     def messages(self, conversation: int) -> list[Message]:

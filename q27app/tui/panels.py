@@ -21,7 +21,9 @@ def labelled(name: str, *spans: Any) -> Line:
     return [(f"{name:<{LABEL_WIDTH}}", "dim"), *spans]
 
 
-def top_line(snapshot: Snapshot | None, address: str, failure: str, age_s: float | None, marks: Marks, width: int) -> list[Line]:
+def top_line(
+    snapshot: Snapshot | None, address: str, failure: str, age_s: float | None, marks: Marks, width: int
+) -> list[Line]:
     """[left, right]: the state and as many facts as fit, the most important first; at the right, how fresh all of it is."""
     separator = f" {marks.dot} "
     if snapshot is None:
@@ -64,10 +66,12 @@ def card_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: Mar
     power = number(card, "power_w")
     load = number(card, "utilization_percent")
     lines.append(_curved("load", _unit(load, " %"), trends["load"], 100.0, width, marks))
-    lines.append(_curved("power", f"{figures.thousands(power)}/{figures.thousands(limit)} W", trends["power"], limit, width, marks))
+    power_words = f"{figures.thousands(power)}/{figures.thousands(limit)} W"
+    lines.append(_curved("power", power_words, trends["power"], limit, width, marks))
     temperature = number(card, "temperature_c")
     role = "" if temperature is None or temperature < 80 else "warn" if temperature < 88 else "bad"
-    lines.append(labelled("temp", (_unit(temperature, " C"), role), ("  fan ", "dim"), (_unit(number(card, "fan_percent"), " %"), "")))
+    fan = _unit(number(card, "fan_percent"), " %")
+    lines.append(labelled("temp", (_unit(temperature, " C"), role), ("  fan ", "dim"), (fan, "")))
     lines.append(labelled("clocks", (f"{figures.thousands(number(card, 'sm_clock_mhz'))} / "
                                      f"{figures.thousands(number(card, 'memory_clock_mhz'))} MHz", "")))
     for other in cards[1:]:
@@ -92,7 +96,9 @@ def _unit(value: float | None, unit: str) -> str:
     return f"{value:.0f}{unit}" if value is not None else figures.DASH
 
 
-def _memory_lines(name: str, parts: list[Part], total: float | None, used: float | None, width: int, marks: Marks) -> list[Line]:
+def _memory_lines(
+    name: str, parts: list[Part], total: float | None, used: float | None, width: int, marks: Marks
+) -> list[Line]:
     text = f" {figures.gigabytes(used)}/{figures.gigabytes(total)} GB"
     room = max(4, width - LABEL_WIDTH - len(text))
     bar = marks.bar([part.size / total for part in parts] if total else [], room)
@@ -123,7 +129,8 @@ def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: M
         lines += [[(piece, "bad")] for piece in _wrapped(f"{snapshot.state}: {snapshot.error}", width)[:4]]
     if snapshot.state == "loading":
         text = f" {snapshot.load_progress:.0%}"
-        lines.append(labelled("loading", *marks.bar([snapshot.load_progress], max(4, width - LABEL_WIDTH - len(text))), (text, "")))
+        bar = marks.bar([snapshot.load_progress], max(4, width - LABEL_WIDTH - len(text)))
+        lines.append(labelled("loading", *bar, (text, "")))
     rates, counters = snapshot.rates, snapshot.counters
     for name in ("decode", "prefill"):
         text = f"{figures.rate(number(rates, f'{name}_tokens_per_s'))} tok/s"
@@ -138,8 +145,9 @@ def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: M
                           (f" of {figures.short(drafted)} accepted" if drafted else " none drafted", "dim")))
     lines.append(labelled("done", (f"{count(counters, 'requests'):,}", ""), (" requests, ", "dim"),
                           (f"{figures.short(count(counters, 'generated_tokens'))}", ""), (" tokens", "dim")))
-    troubles = [f"{count(counters, key):,} {word}" for key, word in (("errors", "failed"), ("cancels", "stopped"), ("refusals", "refused"))]
-    lines.append(labelled("ended", (", ".join(troubles), "warn" if count(counters, "errors") else "")))
+    num_errors = count(counters, "errors")
+    lines.append(labelled("failed", (f"{num_errors:,}", "bad" if num_errors else ""), ("  stopped ", "dim"),
+                          (f"{count(counters, 'cancels'):,}", ""), ("  refused ", "dim"), (f"{count(counters, 'refusals'):,}", "")))
     layers = count(snapshot.model, "num_layers")
     if layers:
         facts = [clean(snapshot.model.get("backend"), 8), f"{layers} layers", clean(snapshot.model.get("file"), 40)]

@@ -12,9 +12,13 @@ from q27app.tui.panels import clock_time
 from q27app.tui.snapshot import Row, clean, count, number
 
 
+MIN_OPEN = 12
+"""Least width of the column that takes what is left."""
+
+
 @dataclass(frozen=True)
 class Column:
-    """rank: 0 stays always, the highest goes first. is_right: numbers. A width of 0 takes what is left, at least 6."""
+    """rank: 0 stays always, the highest goes first. is_right: numbers. A width of 0 takes what is left, at least MIN_OPEN."""
 
     title: str
     width: int
@@ -36,23 +40,23 @@ def _finish_role(event: Mapping[str, Any]) -> str:
 SLOT_COLUMNS = (
     Column("slot", 4, lambda row: figures.DASH if row.slot is None else str(row.slot)),
     Column("state", 12, lambda row: row.state, 0, False, _state_role),
-    Column("client", 0, lambda row: row.client, 3, False),
-    Column("context", 8, lambda row: figures.thousands(row.num_context), 1),
+    Column("client", 0, lambda row: row.client, 1, False),
+    Column("context", 8, lambda row: figures.thousands(row.num_context)),
     Column("tok/s", 6, lambda row: figures.rate(row.tokens_per_s), 1),
-    Column("first", 8, lambda row: figures.milliseconds(row.first_token_ms), 2),
+    Column("first", 8, lambda row: figures.milliseconds(row.first_token_ms), 3),
     Column("cached", 6, lambda row: figures.percent(row.num_cached / row.num_prompt if row.num_prompt else None), 2),
     Column("age", 7, lambda row: figures.duration(row.age_s), 4),
 )
 
 RECENT_COLUMNS = (
-    Column("time", 8, clock_time, 1, False),
+    Column("time", 8, clock_time, 2, False),
     Column("api", 10, lambda event: clean(event.get("api"), 10), 4, False),
-    Column("client", 0, lambda event: clean(event.get("client"), 60), 3, False),
+    Column("client", 0, lambda event: clean(event.get("client"), 60), 1, False),
     Column("prompt", 8, lambda event: figures.thousands(count(event, "num_prompt"))),
     Column("cached", 6, lambda event: figures.percent(
         count(event, "num_cached") / count(event, "num_prompt") if count(event, "num_prompt") else None), 2),
     Column("made", 7, lambda event: figures.thousands(count(event, "num_generated"))),
-    Column("first", 8, lambda event: figures.milliseconds(number(event, "first_token_ms")), 2),
+    Column("first", 8, lambda event: figures.milliseconds(number(event, "first_token_ms")), 3),
     Column("tok/s", 6, lambda event: figures.rate(number(event, "tokens_per_s"))),
     Column("end", 12, lambda event: clean(event.get("finish"), 12), 0, False, _finish_role),
 )
@@ -61,7 +65,7 @@ RECENT_COLUMNS = (
 def chosen(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
     """The columns that fit `width`, with their widths."""
     kept = list(columns)
-    while len(kept) > 1 and sum(column.width or 6 for column in kept) + len(kept) - 1 > width:
+    while len(kept) > 1 and sum(column.width or MIN_OPEN for column in kept) + len(kept) - 1 > width:
         highest = max(column.rank for column in kept)
         kept.remove(next(column for column in reversed(kept) if column.rank == highest))
     left = width - sum(column.width for column in kept) - len(kept) + 1

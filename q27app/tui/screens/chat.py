@@ -39,14 +39,14 @@ class Chat(Orders):
     KEYS = [("enter", "send"), ("esc", "stop/back"), ("f1", "help"), ("f2", "list"), ("f5", "retry"), ("ctrl+j", "newline"),
             ("f4", "thoughts"), ("f6", "edit"), ("f7", "copy"), ("f8", "code"), ("ctrl+n", "new"), ("pgup/pgdn", "scroll"),
             ("ctrl+end", "newest"), ("/", "commands")]
-    BINDINGS = [
-        Binding("escape", "leave", "Stop or back", priority=True), ("f2", "order('history')", "Conversations"),
+    BINDINGS = [Binding(key, action, what, priority=True) for key, action, what in (
+        ("escape", "leave", "Stop or back"), ("f2", "order('history')", "Conversations"),
         ("f4", "fold", "Fold or unfold the last thoughts"), ("f5", "order('retry')", "Retry"), ("f6", "order('edit')", "Edit"),
         ("f7", "order('copy')", "Copy the answer"), ("f8", "order('copy code')", "Copy its code"),
-        Binding("ctrl+n", "order('new')", "New conversation", priority=True),
-        Binding("pageup", "page(-1)", "Scroll up", priority=True), Binding("pagedown", "page(1)", "Scroll down", priority=True),
-        Binding("ctrl+end", "newest", "Newest", priority=True),
-    ]
+        ("ctrl+n", "order('new')", "New conversation"), ("pageup", "page(-1)", "Scroll up"),
+        ("pagedown", "page(1)", "Scroll down"), ("ctrl+end", "newest", "Newest"),
+    )]
+    """Priority: the prompt has the focus and takes what it knows."""
     AUTO_FOCUS = "#prompt"
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class Chat(Orders):
         self.answer = Answer()
         self.answer.stats = stats
         messages = talk.request_messages(branch[:-1], str(self.settings.get("system") or ""))
-        self.worker_of_answer = self.run_worker(self._stream(number, messages, question, text), name="answer", exit_on_error=True)
+        self.worker_of_answer = self.run_worker(self._stream(number, messages, question, text), name="answer")
 
     async def _stream(self, number: int, messages: list[dict[str, Any]], question: int, text: str) -> None:
         answer, entry, history = self.answer, self.entries[-1], self.history
@@ -226,8 +226,8 @@ class Chat(Orders):
             self.show_if_here()
             if time.monotonic() - written_at >= WRITE_INTERVAL_S:
                 try:
-                    await asyncio.to_thread(history.write, number, answer.text, answer.reasoning, list(answer.calls), answer.stats,
-                                            "streaming")
+                    calls = [dict(call) for call in answer.calls]
+                    await asyncio.to_thread(history.write, number, answer.text, answer.reasoning, calls, answer.stats, "streaming")
                 except Q27Error as error:
                     self.notify(str(error), severity="error", markup=False)
                 written_at = time.monotonic()

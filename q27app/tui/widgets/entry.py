@@ -1,4 +1,4 @@
-"""A message of the conversation as sections: head, folded reasoning, blocks of text, tool calls, figures. Grows while it streams."""
+"""A message as sections: head, folded reasoning, blocks of text, tool calls, figures. Grows while it streams."""
 
 from __future__ import annotations
 
@@ -147,13 +147,14 @@ def stats_words(message: Message, marks: Marks) -> tuple[str, str]:
     stats = message.stats
     parts = []
     if message.state != "done":
-        parts.append({"streaming": "streaming", "stopped": "stopped by you", "failed": f"failed: {clean(stats.get('error'), 400)}",
-                      "interrupted": "interrupted: the program that streamed this ended"}.get(message.state, message.state))
-    for key, words in (("num_generated", "{:,.0f} tokens"), ("tokens_per_s", "{:,.1f} tok/s"), ("first_token_ms", "first {:,.0f} ms"),
-                       ("num_cached", "{:,.0f} prompt tokens reused")):
+        words = {"stopped": "stopped by you", "failed": f"failed: {clean(stats.get('error'), 400)}",
+                 "interrupted": "interrupted: the program that streamed this ended"}
+        parts.append(words.get(message.state, message.state))
+    for key, form in (("num_generated", "{:,.0f} tokens"), ("tokens_per_s", "{:,.1f} tok/s"),
+                      ("first_token_ms", "first {:,.0f} ms"), ("num_cached", "{:,.0f} prompt tokens reused")):
         value = stats.get(key)
         if isinstance(value, (int, float)) and value:
-            parts.append(words.format(value))
+            parts.append(form.format(value))
     if stats.get("finish") == "length":
         parts.append("cut at the token limit")
     return f" {marks.dot} ".join(parts), "error" if message.state == "failed" else "dim"

@@ -146,12 +146,15 @@ class ListPanel(Widget, can_focus=True):
         if not width or not height:
             return ()
         if not self._rows:
+            self.border_subtitle = None
             return width, height, self.has_focus, [[(self._empty, "dim")]], None
         cursor = self._cursor() or 0
         room = max(1, height - 1)
         first = min(max(0, len(self._rows) - room), self._first)
         self._first = min(max(first, cursor - room + 1), cursor)
         rows = [self._draw(row, width) for row in self._rows[self._first : self._first + room]]
+        place = f"{self._first + 1}-{self._first + len(rows)} of {len(self._rows)}"
+        self.border_subtitle = place if len(rows) < len(self._rows) else None
         return width, height, self.has_focus, [self._header(width), *rows], cursor - self._first + 1
 
     def render(self) -> Content:

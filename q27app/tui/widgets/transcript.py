@@ -138,7 +138,8 @@ class Transcript(ScrollView, can_focus=True):
         """The section at the top of the view and the line of it."""
         y = int(self.scroll_offset.y)
         index = bisect_right(self._starts, y) - 1
-        return (self._sections[index], y - self._starts[index]) if 0 <= index < min(len(self._sections), len(self._starts)) else None
+        is_there = 0 <= index < min(len(self._sections), len(self._starts))
+        return (self._sections[index], y - self._starts[index]) if is_there else None
 
     def _set_following(self, is_following: bool) -> None:
         if is_following != self.is_following:
