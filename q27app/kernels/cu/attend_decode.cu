@@ -118,8 +118,9 @@ template <int MT, int ROWS> __device__ __forceinline__ void attend_item(const At
       at = p.positions[row];
     } else {
       for (int d = lane; d < HEAD_DIM; d += 32) q[r * Q_STRIDE + d] = 0;
+      weights[r * P_STRIDE + lane] = 0;   // rows that pad a tile weigh nothing
     }
-    if (lane == 0) running_max[r] = -INFINITY, running_sum[r] = 0.0f, factor[r] = scale, position[r] = at;
+    if (lane == 0) correction[r] = 1.0f, running_max[r] = -INFINITY, running_sum[r] = 0.0f, factor[r] = scale, position[r] = at;
   }
   float out[MT][DIM_TILES][4];
 #pragma unroll
@@ -132,19 +133,21 @@ template <int MT, int ROWS> __device__ __forceinline__ void attend_item(const At
   const unsigned char* source = kv_tile(p, item.seq, item.start, item.head);
   key_tile.load(source, item.start, p.first_position, item.end);
   value_tile.load(source + KV_VALUES, item.start, p.first_position, item.end);
+  // The address of a tile is looked up a tile before its keys are asked for.
+  source = kv_tile(p, item.seq, min(item.start + KEYS, item.end - 1), item.head);
 #pragma unroll 1
   for (int start = item.start; start < item.end; start += KEYS) {
     key_tile.store(k, K_STRIDE);
     value_tile.store(v, V_STRIDE);
     __syncthreads();
     if (start + KEYS < item.end) {
-      source = kv_tile(p, item.seq, start + KEYS, item.head);
       key_tile.load(source, start + KEYS, p.first_position, item.end);
       value_tile.load(source + KV_VALUES, start + KEYS, p.first_position, item.end);
+      source = kv_tile(p, item.seq, min(start + 2 * KEYS, item.end - 1), item.head);
     }
     score_tile<MT>(q, k, scores, tiles);
     __syncthreads();
-    for (int r = warp; r < tiles * 16; r += WARPS) {
+    for (int r = warp; r < used; r += WARPS) {
       const int key = start + lane;
       const bool seen = key <= position[r] && key >= p.first_position;
       const float score = seen ? (scores[r * S_STRIDE + lane] + scores[(M::ROWS + r) * S_STRIDE + lane]) * factor[r] : -INFINITY;

@@ -45,16 +45,25 @@ __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& 
     for (int j = 0; j < CONV_WIDTH; ++j) taps[j] = conv[channel * CONV_WIDTH + j];
 #pragma unroll
     for (int j = 0; j < WINDOW; ++j) past[j + 1] = window[window_row(span.position + 1 + j) * CHANNELS + channel];
-    for (int r = 0; r < span.rows; ++r) {
+    constexpr int BATCH = 4;   // rows whose loads are in flight together
+    for (int r0 = 0; r0 < span.rows; r0 += BATCH) {
+      float raw[BATCH];
 #pragma unroll
-      for (int j = 0; j < WINDOW; ++j) past[j] = past[j + 1];
-      past[WINDOW] = y[(long long)r * p.y_stride + channel];
-      const float value = convolve(taps, past);
-      if (i < DIM) in.q[r][i] = value;
-      else if (i < 2 * DIM) in.k[r][i - DIM] = value;
-      else in.v[r][i - 2 * DIM] = value;
-      if (mine && p.deferred) p.record[(long long)(span.first + r) * RECORD + channel] = past[WINDOW];
-      if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = past[WINDOW];
+      for (int e = 0; e < BATCH; ++e) raw[e] = r0 + e < span.rows ? __ldcg(y + (long long)(r0 + e) * p.y_stride + channel) : 0.0f;
+#pragma unroll
+      for (int e = 0; e < BATCH; ++e) {
+        const int r = r0 + e;
+        if (r >= span.rows) break;
+#pragma unroll
+        for (int j = 0; j < WINDOW; ++j) past[j] = past[j + 1];
+        past[WINDOW] = raw[e];
+        const float value = convolve(taps, past);
+        if (i < DIM) in.q[r][i] = value;
+        else if (i < 2 * DIM) in.k[r][i - DIM] = value;
+        else in.v[r][i - 2 * DIM] = value;
+        if (mine && p.deferred) p.record[(long long)(span.first + r) * RECORD + channel] = past[WINDOW];
+        if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = past[WINDOW];
+      }
     }
   }
   for (int r = threadIdx.x; r < span.rows; r += DELTA_THREADS) {
