@@ -22,4 +22,4 @@ if [ "$(cat "$environment/installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 cd "$repository"
 unset Q27APP_TEST_VENV
-exec "$python" -m pytest -q -p no:cacheprovider "$@"
+exec "$python" -m pytest -q -p no:cacheprovider -n 2 --dist loadfile "$@"
