@@ -93,6 +93,8 @@ class Sampler:
 
     def accept(self) -> None:
         backend, batch = self._backend, self._backend.batch
+        if batch.phase != "verify":
+            return
         args = cuda_args.Accept(self._out, backend.area.at("tokens"), backend.area.at("row_starts"), backend.area.at("logit_rows"),
                                 self.accepted, batch.num_seqs, self._rows)
         backend.launch("accept", "accept", (1,), 256, 0, args, dependent=False)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from q27app.errors import GpuError, OutOfMemory
-from q27app.kernels.card import AMPERE_SHARED, Card, forced_card
+from q27app.kernels.card import Card, forced_card
 from q27app.kernels.compiler import Compiler, Job
 
 _DRIVER_HINT = "q27app doctor says what is missing."
@@ -77,6 +77,7 @@ class CudaDevice:
         self._allocations: dict[int, Any] = {}
         self._modules: dict[Job, dict[str, Any]] = {}
         self._images: list[Any] = []
+        self._graphs: list[Any] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._capturing = False
         if memory_cap:
@@ -215,9 +216,11 @@ class CudaDevice:
 
         self._capturing = True
         try:
-            return Graph.capture(self._driver, self._check, self._handle, run)
+            graph = Graph.capture(self._driver, self._check, self._handle, run)
         finally:
             self._capturing = False
+        self._graphs.append(graph)
+        return graph
 
     def synchronize(self) -> None:
         self._check(self._driver.cuStreamSynchronize(self._handle))
@@ -227,17 +230,20 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        self._stream.synchronize()
+        try:
+            self._stream.synchronize()
+            for graph in self._graphs:
+                graph.close()
+            for allocation in self._allocations.values():
+                allocation.free()
+        except (self._pycuda.Error, GpuError):
+            pass   # after an error that sticks, the driver takes everything back with the context
         for module, _ in self._images:
             self._driver.cuModuleUnload(module)
-        for allocation in self._allocations.values():
-            allocation.free()
-        self._allocations.clear()
-        self._modules.clear()
+        for held in (self._graphs, self._allocations, self._modules, self._images):
+            held.clear()
         self._staging = np.empty(0, np.uint8)
         del self._stream
         self._context.pop()
         self._context.detach()
 
-
-assert AMPERE_SHARED < 100 * 1024

