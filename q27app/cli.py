@@ -7,6 +7,7 @@ everything else to standard error. `main` alone decides exit codes (see `errors`
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -89,8 +90,7 @@ def _bare(ctx: click.Context, connect: str | None, key: str | None, is_ascii: bo
     if sys.stdout.isatty() and sys.stdin.isatty() and variable("TERM") not in ("", "dumb"):
         from q27app.cli_tui import open_tui
 
-        open_tui(connect, key, is_ascii, use_mouse)
-        return
+        ctx.exit(open_tui(connect, key, is_ascii, use_mouse))
     if not sys.stdout.isatty():
         click.echo("Usage: q27app COMMAND ...  (see q27app --help)\nCommands: " + ", ".join(COMMANDS), err=True)
         ctx.exit(errors.EXIT_USAGE)
@@ -145,8 +145,13 @@ def run(arguments: list[str]) -> int:
         _silence(sys.stdout)
         return errors.EXIT_FAILED
     except Exception as error:  # a mistake of ours: the traceback belongs in a file, not on the user's screen
-        where = _write_traceback(arguments)
-        return _complain(f"internal error: {type(error).__name__}: {error}", f"Details: {where}", errors.EXIT_INTERNAL)
+        return report_crash(error, arguments)
+
+
+def report_crash(error: Exception, arguments: Sequence[str] = ()) -> int:
+    """Write an error of ours into errors.log and say so; the exit code."""
+    where = _write_traceback(error, arguments)
+    return _complain(f"internal error: {type(error).__name__}: {error}", f"Details: {where}", errors.EXIT_INTERNAL)
 
 
 def _complain(message: str, hint: str, code: int) -> int:
@@ -170,18 +175,19 @@ def _silence(stream: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _write_traceback(arguments: list[str]) -> str:
-    """Append the current traceback to errors.log in the state folder; the path, or why it could not be written."""
+def _write_traceback(error: Exception, arguments: Sequence[str]) -> str:
+    """Append the error's traceback to errors.log in the state folder; the path, or why it could not be written."""
     import time
     import traceback
 
     from q27app.paths import ensured, state_dir
 
+    report = "".join(traceback.format_exception(error))
     try:
         path = ensured(state_dir()) / "errors.log"
         with path.open("a", encoding="utf-8") as log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            log.write(f"{stamp} q27app {__version__} {arguments[:1]}\n{traceback.format_exc()}\n")
+            log.write(f"{stamp} q27app {__version__} {list(arguments[:1])}\n{report}\n")
         return str(path)
-    except (OSError, errors.Q27Error) as error:
-        return f"not written ({error})\n{traceback.format_exc()}"
+    except (OSError, errors.Q27Error) as failure:
+        return f"not written ({failure})\n{report}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from q27app.errors import Q27Error, Unreachable, UsageError
+from q27app.errors import EXIT_OK, Q27Error, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from q27app.client import Client
@@ -62,22 +62,34 @@ def _first_key(path: Path) -> str:
     return next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), "")
 
 
-def open_tui(connect: str | None, key: str | None, is_ascii: bool, use_mouse: bool) -> None:
-    """The screens, on the daemon at `connect`, on the configured one, or on one that starts in this process."""
-    from q27app.config import load_config, set_process_variable, variable
+def open_tui(connect: str | None, key: str | None, is_ascii: bool, use_mouse: bool) -> int:
+    """The screens, on the daemon at `connect`, on the configured one, or on one that starts in this process; the exit code."""
+    from q27app.config import load_config
+    from q27app.tui.guard import run_guarded
 
     url, key = _where(connect, key)
+    config = None if connect else load_config()
+    return run_guarded(sys.stdout.fileno(), lambda: _run_screens(url, key or "", config, is_ascii, use_mouse))
+
+
+def _run_screens(url: str, key: str, config: Config | None, is_ascii: bool, use_mouse: bool) -> int:
+    """config: of the daemon to start if none answers; None: start none."""
+    from q27app.config import set_process_variable, variable
+
     if variable("SSH_CONNECTION"):
         set_process_variable("TEXTUAL_FPS", "10")
         set_process_variable("TEXTUAL_SMOOTH_SCROLL", "0")
-    config = load_config()
     from q27app.tui.app import Q27App
 
     is_ascii = is_ascii or "utf" not in (sys.stdout.encoding or "").lower()
-    app = Q27App(url, key, None if connect else lambda: _hosting(config), is_ascii=is_ascii, in_tmux=bool(variable("TMUX")))
+    starter = None if config is None else lambda: _hosting(config)
+    app = Q27App(url, key, starter, is_ascii=is_ascii, in_tmux=bool(variable("TMUX")))
     app.run(mouse=use_mouse)
-    if app.crash is not None:
-        raise app.crash
+    if app.crash is None:
+        return EXIT_OK
+    from q27app.cli import report_crash
+
+    return report_crash(app.crash)
 
 
 @asynccontextmanager

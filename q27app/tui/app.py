@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -109,6 +110,10 @@ class Q27App(App[None]):
         if self._first != "monitor":
             self.call_after_refresh(self.go, self._first)
         self.set_interval(RENEW_S, self.renew)
+        try:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
+        except (NotImplementedError, RuntimeError):
+            pass  # not the main thread: whoever runs the app there ends it
         self.call_after_refresh(self._connect)
 
     def _connect(self) -> None:
@@ -160,8 +165,8 @@ class Q27App(App[None]):
     def renew(self) -> None:
         """Let the screen in front draw what is new."""
         screen = self.screen if self._screen_stack else None
-        if isinstance(screen, Room) and screen.is_mounted:
-            screen.renew()
+        if isinstance(screen, Room):
+            screen.renew_if_whole()
 
     def _room(self, name: str) -> Room:
         if name not in self._screens_made:

@@ -247,9 +247,9 @@ class Chat(Orders):
 
     def show_if_here(self) -> None:
         """Draw, unless the screen is gone."""
-        if self.is_mounted and self.is_attached:
+        if self.is_mounted and self.is_attached and self.query("#transcript"):
             self.show()
-            self.renew()
+            self.renew_if_whole()
 
     def _keep(self, answer: Answer, number: int, history: History, conversation: int, question: int, text: str) -> None:
         """Write the end of an answer; one that failed before it began gives its question back."""

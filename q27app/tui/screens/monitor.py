@@ -84,7 +84,7 @@ class Monitor(Room):
         """Hide or show a panel."""
         panel = self.query_one(f"#{name}")
         panel.styles.display = "none" if panel.display else "block"
-        self.call_after_refresh(self.renew)
+        self.call_after_refresh(self.renew_if_whole)
 
     def action_filter(self) -> None:
         """Type what to look for."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widget import Widget
 
@@ -50,7 +51,15 @@ class Room(Screen[None]):
         for name, is_so in (("-narrow", width < 80), ("-normal", 80 <= width < 120), ("-wide", width >= 120),
                             ("-low", height < LOW_HEIGHT), ("-high", height >= LOW_HEIGHT)):
             self.set_class(is_so, name)
-        self.call_after_refresh(self.renew)
+        self.call_after_refresh(self.renew_if_whole)
+
+    def renew_if_whole(self) -> None:
+        """Draw what has changed, unless the screen isn't built yet or is being taken apart."""
+        if self.is_mounted:
+            try:
+                self.renew()
+            except NoMatches:
+                return
 
     def renew(self) -> None:
         """Draw what has changed."""
