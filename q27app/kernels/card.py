@@ -44,8 +44,8 @@ class Card:
 
     def linear_rows_defines(self) -> dict[str, int]:
         if self.is_wide:
-            return {"RING_BYTES_8": 4352, "RING_BYTES_16": 2176, "FUSED_BLOCKS": 3}
-        return {"RING_BYTES_8": 2176, "RING_BYTES_16": 2176, "FUSED_BLOCKS": 3}
+            return {"RING_BYTES_8": 4352, "RING_BYTES_16": 2176}
+        return {"RING_BYTES_8": 2176, "RING_BYTES_16": 2176}
 
     def linear_tiles_defines(self) -> dict[str, int]:
         return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}

@@ -91,10 +91,8 @@ class LinearStages:
         args.out, args.partial, args.counters = out.row(start), backend.scratch.partial, backend.scratch.counters
         args.segments, args.num_segments, args.num_tiles = weight.segment_args(), len(weight.segments), weight.num_tiles
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
-        groups = 2 if once else 1
-        shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide, groups)
-        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", ((len(weight.runs) - 1) // groups * weight.splits,), 256 * groups,
-                       shared, args)
+        shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide)
+        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", ((len(weight.runs) - 1) // 2 * weight.splits,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
 UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
-KIND_COSTS = {KIND_F16: 2.0, KIND_Q8: 1.0, KIND_Q4: 1.0}
+KIND_COSTS = {KIND_F16: 1.5, KIND_Q8: 1.0, KIND_Q4: 1.0}
 """Time of a byte when tiles are shared out: few stages of F16 fit the ring, so that its tiles take longer."""
 
 UNIT_COLS, TILE_ROWS, WARPS, TILE_SUMS = 64, 16, 8, 160
@@ -94,12 +94,12 @@ class CudaWeight:
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
 
 
-def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool, groups: int = 2) -> int:
-    """Dynamic shared memory of linear_rows with `groups` groups a block (Memory in linear_rows.cu)."""
+def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
+    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
     ring = card.linear_rows_defines()["RING_BYTES_16" if wide else "RING_BYTES_8"]
-    tiles = 2 if not wide and ring >= 2 * UNIT_BYTES[KIND_F16] else 1
-    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + groups * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
-    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + groups * WARPS * ring
+    tiles = 2 if not wide and ring >= 4 * UNIT_BYTES[KIND_Q8] else 1
+    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + 2 * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
+    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + 2 * WARPS * ring
 
 
 def split_size(units: int, splits: int) -> int:

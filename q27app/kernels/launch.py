@@ -6,6 +6,7 @@ launches with attributes, graphs) on the same primary context and stream. The te
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +81,7 @@ class CudaDevice:
         self._graphs: list[Any] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._capturing = False
+        atexit.register(self.close)
         if memory_cap:
             self._hold_ballast(memory_cap)
 
@@ -230,6 +232,7 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         try:
             self._stream.synchronize()
             for graph in self._graphs:

@@ -162,6 +162,7 @@ def forced(device: CudaDevice) -> None:
 
     attempt("model Q4_G64 fp16, played", run)
     attempt("27B decode, played", lambda: big.decode_speed(played, line, "fp16", ((1, 10), (8, 10))))
+    played.close()
 
 
 SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES), "stages": stages, "models": models, "speed": big.speed, "once": big.once}

@@ -106,7 +106,7 @@ def resources(log: str) -> dict[str, dict[str, int]]:
 
 
 def block_size(name: str, defines: dict[str, int]) -> int:
-    if name.startswith(("linear_rows_halves", "linear_rows_wide")):
+    if name.startswith("linear_rows_"):
         return 512
     if name in ("sample_draw", "sample_logprobs"):
         return 1024

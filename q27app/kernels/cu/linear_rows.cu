@@ -2,20 +2,20 @@
 // Reference: reference.project, reference.add_linear, reference.gate_up    Used by: layers.run_layer, Backend.head
 // Shapes:    x [rows, cols] f32, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x rows contiguous and 16-byte aligned; tiles of W one after the other, a unit list each
-// Launch:    linear_rows_*: grid (runs / groups * splits), block (groups * 256), shared as cuda_weights.rows_shared_bytes;
+// Launch:    linear_rows_*: grid (runs / 2 * splits), block (512), shared as cuda_weights.rows_shared_bytes;
 //            stage_*: grid (rows, splits), block (256)
-// Defines:   RING_BYTES_8, RING_BYTES_16 (a warp), FUSED_BLOCKS (of one or two rows, a multiprocessor)    Limits: cols % 4 == 0, rows <= 8 NB
+// Defines:   RING_BYTES_8, RING_BYTES_16 (a warp)    Limits: cols % 4 == 0, rows <= 8 NB
 // Numbers:   activations scaled per row (and K split) by a power of two, then fp16; exact products; f32 sums in a fixed
 //            order: units of a warp ascending, warps ascending, splits ascending. Bound: memory.
 //
-// A group of 8 warps owns a run of tiles and one K split; its warps share the columns. A block is one group for one or two
-// rows (so that blocks of the next kernel find room early), two groups on the same staged rows for more. Each warp streams its units of two tiles (one where there are more than 8 rows) through a ring of
+// A group of 8 warps owns a run of tiles and one K split; its warps share the columns. A block is two groups on the same staged
+// rows, one block a multiprocessor: smaller blocks would be dealt out unevenly while the kernel before still runs. Each warp streams its units of two tiles (one where there are more than 8 rows) through a ring of
 // asynchronous copies, already filling while the kernel before still runs. One or two rows are normed and converted by every
 // block (staging.cuh); more rows are converted once, by stage_*, before.
 #include "quant.cuh"
 #include "staging.cuh"
 
-constexpr int MAX_SEGMENTS = 4, FLAGS = 256, MAX_RUNS = 512;
+constexpr int MAX_SEGMENTS = 4, FLAGS = 256, MAX_RUNS = 512, GROUPS = 2, BLOCK = GROUPS * THREADS;
 constexpr int TILE_SUMS = 160;   // floats of a tile's sums: [8 columns][16 rows + 4]
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
@@ -34,64 +34,65 @@ struct Slice {   // what a block works on; its groups take runs first_run, first
   int first_run, split, first_unit, num_units;
 };
 
-template <int GROUPS> __device__ __forceinline__ Slice block_slice(const LinearRows& p) {
+__device__ __forceinline__ Slice block_slice(const LinearRows& p) {
   Slice s;
-  const int pair = GROUPS == 1 ? blockIdx.x / 2 : blockIdx.x;
-  s.first_run = 2 * (pair / p.rows_in.splits) + (GROUPS == 1 ? blockIdx.x % 2 : 0);
-  s.split = pair % p.rows_in.splits;
+  s.first_run = GROUPS * (blockIdx.x / p.rows_in.splits);
+  s.split = blockIdx.x % p.rows_in.splits;
   s.first_unit = split_unit(p.rows_in, s.split);
   s.num_units = split_unit(p.rows_in, s.split + 1) - s.first_unit;
   return s;
 }
 
 template <int NB> __host__ __device__ constexpr int ring_bytes() { return NB == 1 ? RING_BYTES_8 : RING_BYTES_16; }
-// Tiles that share an activation fragment.
-template <int NB> __host__ __device__ constexpr int tiles_at_once() { return NB == 1 && RING_BYTES_8 >= 2 * Unit<KIND_F16>::BYTES ? 2 : 1; }
-template <int KIND, int NB> __host__ __device__ constexpr int stages() { return ring_bytes<NB>() / (tiles_at_once<NB>() * Unit<KIND>::BYTES); }
+// Tiles that share an activation fragment; F16 takes one at a time, so that two stages fit the ring.
+template <int NB> __host__ __device__ constexpr int most_tiles() { return NB == 1 && RING_BYTES_8 >= 4 * Unit<KIND_Q8>::BYTES ? 2 : 1; }
+template <int KIND, int NB> __host__ __device__ constexpr int tiles_at_once() { return KIND == KIND_F16 ? 1 : most_tiles<NB>(); }
+template <int KIND, int NB> __host__ __device__ constexpr int stages() { return ring_bytes<NB>() / (tiles_at_once<KIND, NB>() * Unit<KIND>::BYTES); }
 
 // One warp's stream of stages; stage i is unit i % count of tile set i / count.
 template <int NB> struct Ring {
-  static constexpr int T = tiles_at_once<NB>();
+  static constexpr int PIECES = 3;   // of a lane, unrolled
   unsigned char* shared;
   unsigned char* target;         // the lane's place in the next stage
   const unsigned char* source;   // next unit of the first tile of the set
-  int offset[T + 1];             // of the lane's first pieces from there
-  int unit_bytes, tile_bytes, chunks, num_stages, next_set, count, left, tiles, unit, slot;
+  int offset[PIECES];             // of the lane's first pieces from there
+  int together, unit_bytes, tile_bytes, chunks, num_stages, next_set, count, left, tiles, unit, slot;
 
   __device__ __forceinline__ void open(unsigned char* ring, const LinearRows& p, const Segment& segment, int first_tile,
                                        int end_tile, int first_unit, int units, int lane) {
     unit_bytes = segment.kind == KIND_Q4 ? Unit<KIND_Q4>::BYTES : segment.kind == KIND_Q8 ? Unit<KIND_Q8>::BYTES : Unit<KIND_F16>::BYTES;
     tile_bytes = segment.tile_bytes;
-    chunks = T * unit_bytes / 16;
-    num_stages = ring_bytes<NB>() / (T * unit_bytes);
+    together = segment.kind == KIND_F16 ? 1 : most_tiles<NB>();
+    chunks = together * unit_bytes / 16;
+    num_stages = ring_bytes<NB>() / (together * unit_bytes);
     shared = ring;
     target = ring + lane * 16;
     source = p.weights + segment.offset + (long long)(first_tile - segment.first_tile) * tile_bytes + (long long)first_unit * unit_bytes;
     tiles = end_tile - first_tile;
     count = units;
-    left = (tiles + T - 1) / T * units;
-    next_set = T * tile_bytes - units * unit_bytes;
+    left = (tiles + together - 1) / together * units;
+    next_set = together * tile_bytes - units * unit_bytes;
     unit = slot = 0;
     aim(lane);
   }
   // At an odd end the second tile's place takes what follows the first: in bounds, and not used.
-  __device__ __forceinline__ int place(int at) const { return at * 16 + (T == 2 && tiles > 1 && at * 16 >= unit_bytes ? tile_bytes - unit_bytes : 0); }
+  __device__ __forceinline__ int place(int at) const { return at * 16 + (together == 2 && tiles > 1 && at * 16 >= unit_bytes ? tile_bytes - unit_bytes : 0); }
   __device__ __forceinline__ void aim(int lane) {
 #pragma unroll
-    for (int i = 0; i < T + 1; ++i) offset[i] = place(lane + 32 * i);
+    for (int i = 0; i < PIECES; ++i) offset[i] = place(lane + 32 * i);
   }
   __device__ __forceinline__ void issue(int lane) {
     if (left > 0) {
 #pragma unroll
-      for (int i = 0; i < T + 1; ++i)
-        if (i < T || lane + 32 * i < chunks) copy_async_16(target + i * 512, source + offset[i]);
+      for (int i = 0; i < PIECES; ++i)
+        if (i == 0 || lane + 32 * i < chunks) copy_async_16(target + i * 512, source + offset[i]);
 #pragma unroll 1
-      for (int at = lane + 32 * (T + 1); at < chunks; at += 32) copy_async_16(target + (at - lane) * 16, source + place(at));
+      for (int at = lane + 32 * PIECES; at < chunks; at += 32) copy_async_16(target + (at - lane) * 16, source + place(at));
       source += unit_bytes;
       target += chunks * 16;
       if (++slot == num_stages) slot = 0, target = shared + lane * 16;
       if (++unit == count) {
-        unit = 0, source += next_set, tiles -= T;
+        unit = 0, source += next_set, tiles -= together;
         if (tiles == 1) aim(lane);
       }
       --left;
@@ -104,8 +105,8 @@ template <int NB> struct Ring {
   }
 };
 
-template <int NB, int GROUPS> struct Memory {   // the block's shared memory
-  static constexpr int T = tiles_at_once<NB>();
+template <int NB> struct Memory {   // the block's shared memory
+  static constexpr int T = most_tiles<NB>();
   float* inverse;        // [16] 1 / scale of each row
   float* stats;          // [2 rows][2][WARPS]
   unsigned char* flags;  // [FLAGS]
@@ -149,21 +150,21 @@ template <int NB> __device__ __forceinline__ float sum_of_warps(const float* sum
   const float* at = sums + (t * NB + (column >> 3)) * TILE_SUMS + (column & 7) * 20 + i;
   float total = at[0];
 #pragma unroll
-  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at[w * tiles_at_once<NB>() * NB * TILE_SUMS]);
+  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at[w * most_tiles<NB>() * NB * TILE_SUMS]);
   return total;
 }
 
 // Sums of the warps for `tiles` tiles, to where they belong or to the last block of the tile.
-template <int EPILOGUE, int NB, class M>
+template <int EPILOGUE, int NB, int T, class M>
 __device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
                                              const float* sums, int tile, int tiles, float unscale, float& held) {
   const bool pairs = EPILOGUE == GATE_UP && p.rows_in.splits == 1;
   static_assert(TILE_ROWS * 8 * NB <= THREADS, "a value of a tile for each thread");
-  const int values = (pairs && Ring<NB>::T == 2 ? tiles / 2 : tiles) * TILE_ROWS * p.rows;
+  const int values = (pairs && T == 2 ? tiles / 2 : tiles) * TILE_ROWS * p.rows;
   for (int o = threadIdx.x % THREADS; o < values; o += THREADS) {
     const int i = o % TILE_ROWS, rest = o / TILE_ROWS, column = rest % p.rows, t = rest / p.rows;
     const float factor = unscale * m.inverse[column];
-    if (pairs && Ring<NB>::T == 1) {   // one value a thread: the gate waits for the tile after it
+    if (pairs && T == 1) {   // one value a thread: the gate waits for the tile after it
       const float value = __fmul_rn(sum_of_warps<NB>(sums, 0, column, i), factor);
       if (tile % 2 == 0) held = value;
       else finish_pair(p, tile / 2, i, column, held, value);
@@ -184,13 +185,13 @@ __device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment&
 template <int KIND, int EPILOGUE, int NB, class M>
 __device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
                                           Ring<NB>& ring, int first_tile, int end_tile, int warp_unit) {
-  constexpr int T = Ring<NB>::T, UNIT = Unit<KIND>::BYTES;
+  constexpr int T = tiles_at_once<KIND, NB>(), UNIT = Unit<KIND>::BYTES;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS, g = lane >> 2, q = lane & 3;
   const int wrap = p.rows_in.wrap;
   const uint16_t* row[NB];
 #pragma unroll
   for (int nb = 0; nb < NB; ++nb) row[nb] = m.rows + min(nb * 8 + g, p.rows - 1) * m.stride + q * 16;
-  float* sums = m.sums + group * WARPS * T * NB * TILE_SUMS;
+  float* sums = m.sums + group * WARPS * most_tiles<NB>() * NB * TILE_SUMS;
   int slot = 0;
   float held = 0.0f;
 #pragma unroll 1
@@ -231,20 +232,20 @@ __device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& se
     for (int t = 0; t < T; ++t)
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
-        float* target = sums + ((warp * T + t) * NB + nb) * TILE_SUMS + 40 * q + g;
+        float* target = sums + ((warp * most_tiles<NB>() + t) * NB + nb) * TILE_SUMS + 40 * q + g;
         target[0] = acc[t][nb][0], target[20] = acc[t][nb][1], target[8] = acc[t][nb][2], target[28] = acc[t][nb][3];
       }
     group_barrier(group + 1, THREADS);
-    reduce_tiles<EPILOGUE, NB, M>(p, segment, s, m, sums, tile, min(T, end_tile - tile), KIND == KIND_F16 ? 1.0f : CODE_UNSCALE, held);
+    reduce_tiles<EPILOGUE, NB, T, M>(p, segment, s, m, sums, tile, min(T, end_tile - tile), KIND == KIND_F16 ? 1.0f : CODE_UNSCALE, held);
   }
   copy_async_wait<0>();
   __syncwarp();
 }
 
 // The last block to finish a tile adds the splits in ascending order.
-template <int EPILOGUE, int GROUPS, class M>
+template <int EPILOGUE, class M>
 __device__ __forceinline__ void merge_splits(const LinearRows& p, const Slice& s, const M& m) {
-  constexpr int STEP = EPILOGUE == GATE_UP ? 2 : 1, BLOCK = GROUPS * THREADS;
+  constexpr int STEP = EPILOGUE == GATE_UP ? 2 : 1;
   const int splits = p.rows_in.splits, first_tile = p.run_tiles[s.first_run], end_tile = p.run_tiles[s.first_run + GROUPS];
   __threadfence();
   __syncthreads();
@@ -285,7 +286,7 @@ __device__ __forceinline__ bool overlap(const Segment& segment, int begin, int s
 }
 
 // Rows that stage_* converted before: copy the block's columns.
-template <int NB, int BLOCK, class M> __device__ __forceinline__ void copy_rows(const LinearRows& p, const Slice& s, const M& m) {
+template <int NB, class M> __device__ __forceinline__ void copy_rows(const LinearRows& p, const Slice& s, const M& m) {
   const Rows& in = p.rows_in;
   const int staged = in.wrap ? in.wrap : s.num_units, first = in.wrap ? 0 : s.first_unit, width = staged_units(in);
   const int chunks = staged * 8;
@@ -302,11 +303,10 @@ template <int NB, int BLOCK, class M> __device__ __forceinline__ void copy_rows(
 }
 
 template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
-  constexpr int GROUPS = SOURCE == HALVES ? 2 : 1;
   SHARED_BYTES(shared);
   allow_next();
-  const Slice s = block_slice<GROUPS>(p);
-  Memory<NB, GROUPS> m;
+  const Slice s = block_slice(p);
+  Memory<NB> m;
   m.open(shared, p, p.rows_in.wrap ? p.rows_in.wrap : s.num_units);
   const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS;
   const int warp_unit = s.num_units * warp / WARPS, units = s.num_units * (warp + 1) / WARPS - warp_unit;
@@ -321,13 +321,12 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
   }
   wait_for_earlier();
   if constexpr (SOURCE == HALVES) {
-    copy_rows<NB, GROUPS * THREADS>(p, s, m);
+    copy_rows<NB>(p, s, m);
   } else {
     const int staged = p.rows_in.wrap ? p.rows_in.wrap : s.num_units, first_unit = p.rows_in.wrap ? 0 : s.first_unit;
-#pragma unroll 1
-    for (int row = 0; row < p.rows; ++row)
-      stage_row<SOURCE>(p.rows_in, row, first_unit, staged, m.stats + 2 * WARPS * row, m.rows + row * m.stride, m.minus_sums + row, 8 * NB,
-                        m.inverse + row, 0);
+    if (group < p.rows)   // one or two rows: one a group
+      stage_row<SOURCE>(p.rows_in, group, first_unit, staged, m.stats + 2 * WARPS * group, m.rows + group * m.stride, m.minus_sums + group,
+                        8 * NB, m.inverse + group, group);
     __syncthreads();
   }
 #pragma unroll 1
@@ -340,11 +339,11 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
     ring.open(own, p, p.segments[index], first, end, s.first_unit + warp_unit, units, lane);
     ring.prime(lane);
   }
-  if (p.rows_in.splits > 1) merge_splits<EPILOGUE, GROUPS>(p, s, m);
+  if (p.rows_in.splits > 1) merge_splits<EPILOGUE>(p, s, m);
 }
 
 #define LINEAR_ROWS(NAME, SOURCE, EPILOGUE, NB)                                                             \
-  extern "C" __global__ void __launch_bounds__(SOURCE == HALVES ? 512 : 256, SOURCE == HALVES ? 1 : FUSED_BLOCKS) NAME(const __grid_constant__ LinearRows p) {     \
+  extern "C" __global__ void __launch_bounds__(BLOCK, 1) NAME(const __grid_constant__ LinearRows p) {     \
     linear_rows<SOURCE, EPILOGUE, NB>(p);                                                                   \
   }
 LINEAR_ROWS(linear_rows_norm_store, NORMED, STORE, 1)
