@@ -20,7 +20,7 @@ ROW_KEYS = 256
 """Positions of keys for one row: small enough for BLAS to read them in place, without a copy in its own order."""
 
 Piece = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""Keys [n, D], values [n, D], and None or hidden [64, n]: True where a row of the tile does not see the key."""
+"""Keys [n, D], values [n, D], and None or hidden [n, 64]: True where a row of the tile does not see the key."""
 
 
 def attend_pass(work: Pass, q: np.ndarray, kv_index: int, first_position: int, out: np.ndarray) -> None:
@@ -82,7 +82,7 @@ def _tile_pieces(
     yield from _past_pieces(state, kv_index, head, table, first_position, base, TILE_KEYS)
     start = max(base, first_position)
     place = np.arange(TILE)
-    hidden = (place > place[:, None]) | (place < start - base)
+    hidden = (place[:, None] > place) | (place[:, None] < start - base)
     keys = np.zeros((TILE, state.geometry.head_dim), np.float32)
     values = np.zeros_like(keys)
     if start < end:
@@ -94,22 +94,23 @@ def _tile_pieces(
 def softmax_merge(q: np.ndarray, pieces: Iterator[Piece]) -> np.ndarray:
     """softmax(q K^T) V over all pieces, q [rows, D] already scaled; rows that see nothing give zeros.
 
-    Running maximum, sum and weighted values, rescaled when the maximum grows. A mask repeats for each 64 rows."""
+    Running maximum, sum and weighted values, rescaled when the maximum grows. Scores stand keys first, [n, rows]: BLAS
+    copies the keys faster that way, or not at all. A mask repeats for each 64 rows."""
     rows, dim = q.shape
-    top = np.full((rows, 1), -np.inf, np.float32)
-    total = np.zeros((rows, 1), np.float32)
+    top = np.full(rows, -np.inf, np.float32)
+    total = np.zeros(rows, np.float32)
     weighted = np.zeros((rows, dim), np.float32)
     for keys, values, hidden in pieces:
-        scores = q @ keys.T if rows >= TILE else (keys @ q.T).T
+        scores = keys @ q.T
         if hidden is not None:
-            np.copyto(scores.reshape(-1, *hidden.shape), -np.inf, where=hidden)
-        new_top = np.maximum(top, scores.max(axis=1, keepdims=True))
+            np.copyto(scores.reshape(len(keys), -1, TILE), -np.inf, where=hidden[:, None])
+        new_top = np.maximum(top, scores.max(axis=0))
         shift = np.where(np.isneginf(new_top), np.float32(0), new_top)
         scores -= shift
         np.exp(scores, out=scores)
         rescale = np.exp(top - shift)
-        total = total * rescale + (scores @ np.ones(len(keys), np.float32))[:, None]
-        weighted *= rescale
-        weighted += scores @ values
+        total = total * rescale + np.ones(len(keys), np.float32) @ scores
+        weighted *= rescale[:, None]
+        weighted += scores.T @ values
         top = new_top
-    return np.divide(weighted, total, out=weighted, where=total != 0)
+    return np.divide(weighted, total[:, None], out=weighted, where=total[:, None] != 0)

@@ -23,12 +23,9 @@ def multiply(work: Pass, x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> 
 
 
 def multiply_tiles(tiles: list[Tile], x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
-    """Tile by tile at full size."""
+    """Tile by tile at full size. The weight stands first in the product: BLAS copies it faster that way."""
     for tile in tiles:
-        if tile.is_full:
-            np.matmul(x[tile.rows], weight.T, out=out[tile.rows])
-        else:
-            out[tile.rows] = (tile.padded(x) @ weight.T)[tile.places]
+        out[tile.rows] = (weight @ tile.padded(x).T).T[tile.places]
 
 
 def multiply_rows(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
