@@ -62,6 +62,9 @@ class Metrics:
             "q27app_disconnects_total", "Clients that left early.", ["phase"], registry=registry
         )
         self.tool_calls = Counter("q27app_tool_calls_total", "Tool calls in answers.", ["result"], registry=registry)
+        self.tool_rescues = Counter(
+            "q27app_tool_rescues_total", "Tool calls that were repaired, by kind of mistake.", ["mode"], registry=registry
+        )
         self.active = Gauge("q27app_requests_active", "Requests for an answer in flight.", registry=registry)
 
     def _add_tokens(self) -> None:

@@ -10,6 +10,9 @@ at a token, wherever a step ends, so the text does not depend on how many tokens
     end-of-text while reasoning, first time       drop it, force the closer, go on
     end-of-text otherwise                         drop it, finish "stop"
     a short period repeated very often            keep, finish "length"
+    the first token after reasoning, with a       draw it again: what follows the closer is constrained, and tokens
+    grammar, in the step that closed it           of the same step were drawn without
+    nothing can follow by the grammar             keep, finish "stop"
 
 Forced tokens are not shown to `advance` again: the guide accounts for them when it forces them.
 """
@@ -27,7 +30,8 @@ from q27app.chat.types import Tool, ToolChoice
 if TYPE_CHECKING:
     import numpy as np
 
-CLOSE_TEXT = "</think>\n\n"
+CLOSER = "</think>"
+CLOSE_TEXT = f"{CLOSER}\n\n"
 MAX_PERIOD = 64
 MIN_REPEATS = 20
 LOOP_TOKENS = 512
@@ -47,7 +51,10 @@ class Decision:
 
 
 class Grammar(Protocol):
-    """A constraint on the answer, from the first token after reasoning on."""
+    """A constraint on the answer, from the first token after reasoning on. is_done: nothing may follow."""
+
+    @property
+    def is_done(self) -> bool: ...
 
     def advance(self, tokens: Sequence[int]) -> None: ...
 
@@ -72,6 +79,7 @@ class Guide:
     ) -> None:
         self._parser = parser
         self._detokenizer = Detokenizer(tokenizer)
+        self._encode = tokenizer.encode
         self._eos_ids = frozenset(eos_ids)
         self._budget = budget
         self._close_ids = tuple(tokenizer.encode(CLOSE_TEXT, control=True))
@@ -111,6 +119,11 @@ class Guide:
             if self._finds_loops and self._is_loop():
                 self.is_loop = True
                 return Decision(index + 1, finish="length")
+            if self._grammar is not None:
+                if reasons and self._parser.channel != "reasoning" and index + 1 < len(tokens):
+                    return Decision(index, force=(token,))
+                if not reasons and self._grammar.is_done:
+                    return Decision(index + 1, finish="stop")
         spent = self._budget is not None and self.num_reasoning >= self._budget
         if spent and self._parser.channel == "reasoning":
             self.is_budget_exceeded = True
@@ -135,6 +148,10 @@ class Guide:
         text = self._detokenizer.push((token,))
         if text:
             self._parser.feed(text)
+        if self._grammar is not None and reasons and self._parser.channel != "reasoning":
+            rest = _after_closer(text)
+            if rest.strip():
+                self._grammar.advance(self._encode(rest, control=True))
 
     def _close_reasoning(self, keep: int) -> Decision:
         self._parser.feed(self._detokenizer.flush() + CLOSE_TEXT)
@@ -156,6 +173,15 @@ class Guide:
             if len(recent) >= span and recent[len(recent) - span + period :] == recent[len(recent) - span : -period]:
                 return True
         return False
+
+
+def _after_closer(text: str) -> str:
+    """What follows the reasoning's closer in the token that completes it; blanks there do not count as answer."""
+    at = text.find(CLOSER)
+    if at >= 0:
+        return text[at + len(CLOSER) :]
+    ends = (end for end in range(len(CLOSER), 0, -1) if CLOSER.endswith(text[:end]) and len(text) >= end)
+    return text[next(ends, 0) :]
 
 
 def make_guide(

@@ -111,6 +111,10 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     model: str = ""
+    answer_schema: dict[str, Any] | None = None
+    """JSON schema that the answer's text must keep to; None = any text."""
+    num_choices: int = 1
+    """How many answers are asked for."""
     dialect: str = ""
     """ "messages" | "chat" | "completions" | "responses" """
     prefix_parts: tuple[str, ...] = ()
@@ -150,5 +154,7 @@ class Delta:
     usage: Usage | None = None
     logprobs: tuple = ()
     stats: Any = None
+    index: int = 0
+    """Which of several answers it belongs to."""
     is_cut: bool = False
     """Of "finish": a limit ended the generation, whatever `finish` says."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,21 @@ class Translation:
     def num_missed(self) -> int:
         """Things that looked like a call and could not be read as one."""
         return len(self._parser.missed)
+
+    @property
+    def missed(self) -> list[str]:
+        """Their texts, bounded."""
+        return self._parser.missed
+
+    @property
+    def rescues(self) -> Counter[str]:
+        """Calls that had to be repaired before they could be read, by kind of mistake."""
+        return Counter(getattr(self._parser, "rescues", ()))
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._parser.stop_sequence
 
     def feed(self, event: TokenEvent) -> list[Delta]:
         """The deltas that an event's tokens make."""
@@ -118,7 +134,7 @@ def merged(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def _is_same_stretch(left: Delta, right: Delta) -> bool:
-    if left.kind != right.kind or left.kind not in ("text", "reasoning", "tool_args"):
+    if left.kind != right.kind or left.index != right.index or left.kind not in ("text", "reasoning", "tool_args"):
         return False
     if left.call is None or right.call is None:
         return left.kind != "tool_args"
@@ -160,6 +176,8 @@ class Answer:
     stop_sequence: str | None = None
     usage: Usage = field(default_factory=Usage)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    others: list[Answer] = field(default_factory=list)
+    """Of the first of several answers: the rest, in order."""
 
     @property
     def text(self) -> str:
@@ -171,28 +189,48 @@ class Answer:
 
 
 async def collect(deltas: AsyncIterator[Delta]) -> Answer:
-    """Read deltas to their end. Raises what they raise."""
-    answer = Answer()
-    pieces: list[str] = []
-    reasoning: list[str] = []
+    """Read deltas to their end: the first answer, which holds the others. Raises what they raise."""
+    collectors: dict[int, _Collector] = {}
     async for delta in deltas:
+        if delta.index not in collectors:
+            collectors[delta.index] = _Collector()
+        collectors[delta.index].take(delta)
+    answers = [collectors[index].finish() for index in sorted(collectors)] or [Answer()]
+    answers[0].others = answers[1:]
+    return answers[0]
+
+
+class _Collector:
+    """One answer, as it arrives."""
+
+    def __init__(self) -> None:
+        self._answer = Answer()
+        self._pieces: list[str] = []
+        self._reasoning: list[str] = []
+
+    def take(self, delta: Delta) -> None:
+        answer = self._answer
         if delta.kind == "reasoning":
-            reasoning.append(delta.text)
+            self._reasoning.append(delta.text)
         elif delta.kind == "text":
-            pieces.append(delta.text)
+            self._pieces.append(delta.text)
             answer.logprobs += delta.logprobs
         elif delta.kind == "finish":
             answer.finish, answer.stop_sequence = delta.finish or "stop", delta.stop_sequence
             answer.usage, answer.is_cut = delta.usage or answer.usage, delta.is_cut
         elif delta.call is not None:
-            if pieces:
-                answer.blocks.append("".join(pieces))
-                pieces = []
+            self._flush()
             _collect_call(answer, delta, delta.call)
-    if pieces:
-        answer.blocks.append("".join(pieces))
-    answer.reasoning = "".join(reasoning)
-    return answer
+
+    def finish(self) -> Answer:
+        self._flush()
+        self._answer.reasoning = "".join(self._reasoning)
+        return self._answer
+
+    def _flush(self) -> None:
+        if self._pieces:
+            self._answer.blocks.append("".join(self._pieces))
+            self._pieces = []
 
 
 def _collect_call(answer: Answer, delta: Delta, call: ToolCall) -> None:

@@ -59,6 +59,9 @@ def parse(body: fields.Object) -> ChatRequest:
         stream=fields.boolean(body, "stream") or False,
         include_usage=True,
         model=fields.string(body, "model") or "",
+        answer_schema=fields.answer_schema(
+            body.get("output_format") or fields.mapping(body, "output_config").get("format"), "output_format"
+        ),
         dialect=NAME,
     )
 
@@ -134,13 +137,14 @@ def _parts_text(items: list[Any], where: str) -> list[str]:
 
 def _tools(body: fields.Object) -> list[Tool]:
     tools = []
-    for raw in fields.declared_tools(body):
+    for index, raw in enumerate(fields.declared_tools(body)):
         name = fields.string(raw, "name") if isinstance(raw, dict) else None
         if name:
             description, parameters = (
                 fields.string(raw, "description") or "",
                 dict(fields.mapping(raw, "input_schema")),
             )
+            fields.check_schema(parameters, f"tools[{index}].input_schema")
             function = {"name": name, "description": description, "parameters": parameters}
             tools.append(Tool(name, description, parameters, {"type": "function", "function": function}))
     return tools

@@ -28,9 +28,10 @@ from q27app.daemon.access import (
 from q27app.daemon.answer import collect
 from q27app.daemon.daemon import DAEMON, REQUEST_ID, Daemon
 from q27app.daemon.failures import MethodNotAllowed, dialect_of, error_body, error_headers, explained
-from q27app.daemon.generate import count_prompt, open_generation
+from q27app.daemon.generate import open_generation
 from q27app.daemon.hub import HubHandler
 from q27app.daemon.identity import Identity
+from q27app.daemon.prepare import count_prompt
 from q27app.daemon.replies import json_response
 from q27app.errors import NotFound, PayloadTooLarge, Q27Error
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from q27app.errors import Overloaded
 from q27app.metrics import Metrics
 
 if TYPE_CHECKING:
+    from q27app.chat.grammar import Constraints
     from q27app.chat.template import Template
     from q27app.chat.tokenizer import Tokenizer
     from q27app.config import Config
@@ -56,6 +59,10 @@ class RequestRecord:
     num_reasoning: int = 0
     num_calls: int = 0
     num_missed: int = 0
+    rescues: Counter[str] = field(default_factory=Counter)
+    """Calls that were repaired, by kind of mistake."""
+    engine_ids: list[str] = field(default_factory=list)
+    """Its requests in the engine, one for each answer."""
     seed: int | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -92,6 +99,7 @@ class RequestRecord:
             "num_reasoning": self.num_reasoning,
             "num_tool_calls": self.num_calls,
             "num_missed_calls": self.num_missed,
+            "rescued_calls": dict(self.rescues),
             "first_token_ms": _rounded(self.first_token_ms),
             "tokens_per_s": _rounded(self.tokens_per_s),
             "finish": self.finish,
@@ -115,6 +123,18 @@ class Daemon:
         self.machine = Machine(self.executor)
         self.metrics = Metrics(lambda: self.engine.status().to_dict(), lambda: self.machine.latest)
         self._counter = itertools.count(1)
+        self._lock = threading.Lock()
+        self._constraints: tuple[int, Constraints] | None = None
+
+    def constraints(self) -> Constraints:
+        """The compiler of answer forms for the served vocabulary. Any thread; the first call takes about a second."""
+        from q27app.chat.grammar import Constraints
+
+        size = int(self.engine.status().model.get("vocab_size") or self.tokenizer.vocab_size)
+        with self._lock:
+            if self._constraints is None or self._constraints[0] != size:
+                self._constraints = (size, Constraints(self.tokenizer, size))
+            return self._constraints[1]
 
     @property
     def model_id(self) -> str:
@@ -142,7 +162,8 @@ class Daemon:
         """End a request in the engine, once, unless it has ended by itself."""
         if not (record.has_ended or record.is_cancelled):
             record.is_cancelled = True
-            self.engine.cancel(record.id)
+            for name in record.engine_ids:
+                self.engine.cancel(name)
 
     def end(self, record: RequestRecord) -> None:
         """Close the record: metrics, one log line, one event."""
@@ -162,6 +183,7 @@ class Daemon:
             "reasoning": record.num_reasoning,
             "calls": record.num_calls,
             "missed": record.num_missed,
+            "rescued": ",".join(f"{mode}:{count}" for mode, count in sorted(record.rescues.items())) or 0,
             "first_token_ms": fields["first_token_ms"],
             "tok/s": fields["tokens_per_s"],
             "accepted/step": round(accepted, 2),
@@ -184,7 +206,11 @@ class Daemon:
         metrics.cached_tokens.inc(record.num_cached)
         metrics.generated_tokens.inc(record.num_generated)
         metrics.reasoning_tokens.inc(record.num_reasoning)
-        metrics.tool_calls.labels("clean").inc(record.num_calls)
+        rescued = min(record.num_calls, record.rescues.total())
+        metrics.tool_calls.labels("clean").inc(record.num_calls - rescued)
+        metrics.tool_calls.labels("rescued").inc(rescued)
+        for mode, count in record.rescues.items():
+            metrics.tool_rescues.labels(mode).inc(count)
         metrics.tool_calls.labels("missed").inc(record.num_missed)
         if record.stats is not None:
             metrics.queue_seconds.observe(record.stats.queue_ms / 1e3)

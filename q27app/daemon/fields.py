@@ -21,6 +21,11 @@ MAX_TOOLS = 1_024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 65_536
 MAX_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_CHARS = 65_536
+MAX_PARAMETERS_CHARS = 262_144
+"""Of one tool. Forms that are enforced are held to MAX_SCHEMA_CHARS."""
 
 _LOW, _HIGH = ("low", "minimal"), ("high", "xhigh", "max", "ultracode", "extreme")
 _OFF = ("none", "off", "disabled")
@@ -191,17 +196,58 @@ def _penalty(body: Object, key: str) -> float | None:
 
 def refuse_unsupported(body: Object) -> None:
     """Fields that would change the answer and that nothing here implements; raises BadRequest naming the field."""
-    count = integer(body, "n")
-    if count is not None and count != 1:
-        raise BadRequest(f"n: {count} answers to one request are not supported, only 1.", "Send n requests.", "n")
     best_of = integer(body, "best_of")
-    if best_of is not None and best_of != 1:
-        raise BadRequest(f"best_of: {best_of} is not supported, only 1.", param="best_of")
+    if best_of is not None and best_of != num_choices(body):
+        raise BadRequest(f"best_of: {best_of} is not supported, only the number of answers.", param="best_of")
     if mapping(body, "logit_bias"):
         raise BadRequest("logit_bias: not supported.", "Leave it out.", "logit_bias")
-    kind = string(mapping(body, "response_format"), "type")
-    if kind not in (None, "text"):
-        raise BadRequest(f"response_format: type {kind!r} is not supported, only 'text'.", param="response_format")
+
+
+def num_choices(body: Object) -> int:
+    """`n`, how many answers are wanted. Raises BadRequest outside its bounds."""
+    count = integer(body, "n")
+    if count is not None and not 1 <= count <= MAX_CHOICES:
+        raise BadRequest(f"n: {count} answers to one request, expected 1 to {MAX_CHOICES}.", param="n")
+    return 1 if count is None else count
+
+
+def answer_schema(form: Any, where: str) -> dict[str, Any] | None:
+    """The schema that a response_format (OpenAI), text.format (Responses) or output_format (Anthropic) asks for.
+
+    None for free text. Raises BadRequest for other kinds, and for a schema over the limits.
+    """
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        schema = mapping(form, "json_schema").get("schema", form.get("schema"))
+        if not isinstance(schema, dict):
+            raise BadRequest(f"{where}: json_schema needs a schema, an object.", param=where)
+        check_schema(schema, where, MAX_SCHEMA_CHARS)
+        return schema
+    if form is None or kind == "text":
+        return None
+    raise BadRequest(
+        f"{where}: type {str(kind)[:40]!r} is not supported, expected text, json_object or json_schema.", param=where
+    )
+
+
+def check_schema(schema: Any, where: str, max_chars: int = MAX_PARAMETERS_CHARS) -> None:
+    """Raises BadRequest for a schema that is too large or too deep."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise BadRequest(f"{where}: the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep.", param=where)
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+    size = len(json.dumps(schema))
+    if size > max_chars:
+        raise BadRequest(f"{where}: the schema has {size} characters, at most {max_chars} are allowed.", param=where)
 
 
 def thinking(body: Object) -> Thinking:

@@ -61,6 +61,8 @@ def parse(body: fields.Object) -> ChatRequest:
         stream=fields.boolean(body, "stream") or False,
         include_usage=wants_usage(body),
         model=fields.string(body, "model") or "",
+        answer_schema=fields.answer_schema(body.get("response_format"), "response_format"),
+        num_choices=fields.num_choices(body),
         dialect=NAME,
     )
 
@@ -152,7 +154,7 @@ def _call(item: Any) -> ToolCall | None:
 
 def _tools(body: fields.Object) -> list[Tool]:
     tools = []
-    for raw in fields.declared_tools(body):
+    for index, raw in enumerate(fields.declared_tools(body)):
         function = fields.mapping(raw, "function") if isinstance(raw, dict) and raw.get("type") == "function" else {}
         name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
         is_sound = (
@@ -162,6 +164,7 @@ def _tools(body: fields.Object) -> list[Tool]:
             and isinstance(parameters, (dict, type(None)))
         )
         if is_sound:
+            fields.check_schema(raw, f"tools[{index}]")
             tools.append(Tool(name, description or "", parameters or {}, raw))
     return tools
 
@@ -221,50 +224,70 @@ def _call_object(block: CallBlock) -> dict[str, Any]:
 
 def render(identity: Identity, answer: Answer) -> dict[str, Any]:
     """The reply to a request without stream."""
+    answers = [answer, *answer.others]
+    return {
+        "id": f"chatcmpl-{identity.id}",
+        "object": "chat.completion",
+        "created": identity.created,
+        "model": identity.model,
+        "choices": [_choice(index, each) for index, each in enumerate(answers)],
+        "usage": usage_of(summed([each.usage for each in answers])),
+    }
+
+
+def _choice(index: int, answer: Answer) -> dict[str, Any]:
     text, calls = answer.text, answer.calls
     message: dict[str, Any] = {"role": "assistant", "content": text if text.strip() or not calls else None}
     if calls:
         message["tool_calls"] = [_call_object(block) for block in calls]
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
         "finish_reason": FINISH_REASONS[answer.finish],
         "logprobs": {"content": answer.logprobs} if answer.logprobs else None,
     }
-    return {
-        "id": f"chatcmpl-{identity.id}",
-        "object": "chat.completion",
-        "created": identity.created,
-        "model": identity.model,
-        "choices": [choice],
-        "usage": usage_of(answer.usage),
-    }
+
+
+def summed(usages: list[Usage]) -> Usage:
+    """Of several answers to one prompt."""
+    return Usage(
+        usages[0].num_prompt,
+        max(usage.num_cached for usage in usages),
+        sum(usage.num_generated for usage in usages),
+        sum(usage.num_reasoning for usage in usages),
+    )
 
 
 async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
-    """The stream, chunk by chunk."""
-    calls = _Calls()
+    """The stream, chunk by chunk. It ends when every answer has."""
+    count = identity.chat.num_choices
+    calls = [_Calls() for _ in range(count)]
+    usages: list[Usage] = []
     async for delta in deltas:
+        index = delta.index
         if delta.kind == "start":
-            yield _chunk(identity, {"role": "assistant", "content": ""})
+            for each in range(count):
+                yield _chunk(identity, each, {"role": "assistant", "content": ""})
         elif delta.kind == "ping":
             yield COMMENT
         elif delta.kind == "reasoning":
-            yield _chunk(identity, {"reasoning_content": delta.text})
+            yield _chunk(identity, index, {"reasoning_content": delta.text})
         elif delta.kind == "text":
-            yield _chunk(identity, {"content": delta.text}, logprobs=delta.logprobs)
+            yield _chunk(identity, index, {"content": delta.text}, logprobs=delta.logprobs)
         elif delta.kind == "finish":
-            yield _chunk(identity, {}, FINISH_REASONS[delta.finish or "stop"])
-            if identity.include_usage:
-                usage = usage_of(delta.usage or Usage())
-                yield data({**_envelope(identity), "choices": [], "usage": usage})
-            yield DONE
+            yield _chunk(identity, index, {}, FINISH_REASONS[delta.finish or "stop"])
+            usages.append(delta.usage or Usage())
         else:
-            entry = calls.feed(delta)
+            entry = calls[index].feed(delta)
             if entry is not None:
-                yield _chunk(identity, {"tool_calls": [entry]})
+                yield _chunk(identity, index, {"tool_calls": [entry]})
+        if len(usages) == count:
+            if identity.include_usage:
+                yield data({**_envelope(identity), "choices": [], "usage": usage_of(summed(usages))})
+            yield DONE
+            return
 
 
 class _Calls:
@@ -305,10 +328,14 @@ def _envelope(identity: Identity) -> dict[str, Any]:
 
 
 def _chunk(
-    identity: Identity, delta: dict[str, Any], finish: str | None = None, logprobs: tuple[dict[str, Any], ...] = ()
+    identity: Identity,
+    index: int,
+    delta: dict[str, Any],
+    finish: str | None = None,
+    logprobs: tuple[dict[str, Any], ...] = (),
 ) -> bytes:
     choice = {
-        "index": 0,
+        "index": index,
         "delta": delta,
         "finish_reason": finish,
         "logprobs": {"content": list(logprobs)} if logprobs else None,

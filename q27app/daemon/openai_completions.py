@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from q27app.chat.types import ChatRequest, Delta, Usage
 from q27app.daemon import fields
 from q27app.daemon.answer import Answer
 from q27app.daemon.identity import Identity
-from q27app.daemon.openai_chat import FINISH_REASONS, usage_of, wants_usage
+from q27app.daemon.openai_chat import FINISH_REASONS, summed, usage_of, wants_usage
 from q27app.daemon.sse import COMMENT, DONE, data
 from q27app.errors import BadRequest
 
@@ -32,6 +33,8 @@ def parse(body: fields.Object) -> ChatRequest:
         stream=fields.boolean(body, "stream") or False,
         include_usage=wants_usage(body),
         model=fields.string(body, "model") or "",
+        answer_schema=fields.answer_schema(body.get("response_format"), "response_format"),
+        num_choices=fields.num_choices(body),
         dialect=NAME,
     )
 
@@ -56,34 +59,44 @@ def _prompt(raw: Any) -> str | tuple[int, ...]:
 
 def render(identity: Identity, answer: Answer) -> dict[str, Any]:
     """The reply to a request without stream."""
-    choice = {
-        "index": 0,
-        "text": answer.text,
-        "finish_reason": FINISH_REASONS[answer.finish],
-        "logprobs": _columns(answer.logprobs),
-    }
+    answers = [answer, *answer.others]
+    choices = [
+        {
+            "index": index,
+            "text": each.text,
+            "finish_reason": FINISH_REASONS[each.finish],
+            "logprobs": _columns(each.logprobs, 0),
+        }
+        for index, each in enumerate(answers)
+    ]
     return {
         "id": f"cmpl-{identity.id}",
         "object": "text_completion",
         "created": identity.created,
         "model": identity.model,
-        "choices": [choice],
-        "usage": usage_of(answer.usage),
+        "choices": choices,
+        "usage": usage_of(summed([each.usage for each in answers])),
     }
 
 
 async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
     """The stream, chunk by chunk. The first byte is a comment: there is no role to announce."""
+    usages: list[Usage] = []
+    lengths = [0] * identity.chat.num_choices
     async for delta in deltas:
         if delta.kind in ("start", "ping"):
             yield COMMENT
         elif delta.kind == "text":
-            yield _chunk(identity, delta.text, None, delta.logprobs)
+            yield _chunk(identity, delta.index, delta.text, None, _columns(delta.logprobs, lengths[delta.index]))
+            lengths[delta.index] += len(delta.text)
         elif delta.kind == "finish":
-            yield _chunk(identity, "", FINISH_REASONS[delta.finish or "stop"])
+            yield _chunk(identity, delta.index, "", FINISH_REASONS[delta.finish or "stop"])
+            usages.append(delta.usage or Usage())
+        if len(usages) == len(lengths):
             if identity.include_usage:
-                yield data({**_envelope(identity), "choices": [], "usage": usage_of(delta.usage or Usage())})
+                yield data({**_envelope(identity), "choices": [], "usage": usage_of(summed(usages))})
             yield DONE
+            return
 
 
 def _envelope(identity: Identity) -> dict[str, Any]:
@@ -95,21 +108,24 @@ def _envelope(identity: Identity) -> dict[str, Any]:
     }
 
 
-def _chunk(identity: Identity, text: str, finish: str | None, logprobs: tuple[dict[str, Any], ...] = ()) -> bytes:
-    choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": _columns(logprobs)}
+def _chunk(
+    identity: Identity, index: int, text: str, finish: str | None, logprobs: dict[str, Any] | None = None
+) -> bytes:
+    choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
     chunk = {**_envelope(identity), "choices": [choice]}
     if identity.include_usage:
         chunk["usage"] = None
     return data(chunk)
 
 
-def _columns(entries: Any) -> dict[str, Any] | None:
-    """Log probabilities as this dialect writes them: one list a column."""
+def _columns(entries: Any, start: int) -> dict[str, Any] | None:
+    """Log probabilities as this dialect writes them: one list a column. start: characters before the first entry."""
     if not entries:
         return None
+    lengths = [len(entry["token"]) for entry in entries]
     return {
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": [{best["token"]: best["logprob"] for best in entry["top_logprobs"]} for entry in entries],
-        "text_offset": None,
+        "text_offset": list(itertools.accumulate(lengths[:-1], initial=start)),
     }

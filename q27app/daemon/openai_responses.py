@@ -37,6 +37,7 @@ def parse(body: fields.Object) -> ChatRequest:
         stream=fields.boolean(body, "stream") or False,
         include_usage=True,
         model=fields.string(body, "model") or "",
+        answer_schema=fields.answer_schema(fields.mapping(body, "text").get("format"), "text.format"),
         dialect=NAME,
     )
 

@@ -81,6 +81,7 @@ def _tool(kind: str, raw: fields.Object, place: str, namespace: str) -> Tool | N
         description += _grammar(raw)
     else:
         parameters = dict(fields.mapping(function, "parameters"))
+        fields.check_schema(parameters, f"{place}.parameters")
     shown = joined_name(namespace, name)
     declared = {"name": shown, "description": description, "parameters": parameters}
     return Tool(shown, description, parameters, {"type": "function", "function": declared}, (kind, name, namespace))

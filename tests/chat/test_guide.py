@@ -163,6 +163,8 @@ def test_a_cut_character_does_not_spoil_the_close(tokenizer):
 class Recorder:
     """A grammar that allows one id and writes down what it is shown."""
 
+    is_done = False
+
     def __init__(self) -> None:
         self.seen: list[int] = []
 

@@ -124,6 +124,20 @@ def ticking_engine(tokenizer) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def stubborn_engine(tokenizer) -> Callable[..., Any]:
+    """Makes engines that keep to a guide's masks, and closes them."""
+    engines = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        engines.append(scripted.StubbornEngine(tokenizer, *args, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
 async def start(engine_of, tokenizer, template, config) -> AsyncIterator[Callable[..., Any]]:
     """start(script, config=..., engine=..., template=..., **engine options) -> Running."""
     opened: list[tuple[Any, aiohttp.ClientSession]] = []

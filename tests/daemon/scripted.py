@@ -160,7 +160,10 @@ class ScriptedEngine:
                 error = step if isinstance(step, Q27Error) else EngineDied(str(step))
                 return self._end(request, FinishReason.ERROR, num_cached, count, error)
             if isinstance(step, str):
-                reason, tokens, forced = self._accept(request, step, request.params.max_tokens - count)
+                try:
+                    reason, tokens, forced = self._accept(request, step, request.params.max_tokens - count)
+                except Q27Error as error:  # as the engine does: a guide's refusal ends its own request
+                    return self._end(request, FinishReason.ERROR, num_cached, count, error)
                 count += len(tokens)
                 self.said += len(tokens)
                 if tokens:
@@ -201,6 +204,50 @@ class ScriptedEngine:
             num_steps=max(1, count),
         )
         return TokenEvent(request.id, finish=reason, stats=stats, error=error)
+
+
+class StubbornEngine(ScriptedEngine):
+    """Says its text unless the request's guide forbids it; then something that is allowed, the end first.
+
+    step: tokens that it draws before the guide sees them, as a verified run of drafts.
+    """
+
+    PREFERRED = b'}]"1:,{[etrufalsn0'
+
+    def __init__(self, tokenizer: Any, text: str, step: int = 1, **options: Any) -> None:
+        self._wanted, self._step = tuple(tokenizer.encode(text, control=True)), step
+        self._likes = [*tokenizer.eos_ids, *(tokenizer.encode(bytes([code]).decode())[0] for code in self.PREFERRED)]
+        super().__init__(tokenizer, (), **options)
+
+    def _decode(self, request: Request, deliver: Any, cancelled: threading.Event, num_cached: int) -> TokenEvent:
+        said: list[int] = []
+        try:
+            while len(said) < request.params.max_tokens:
+                run: list[int] = []
+                for _ in range(self._step):
+                    place = len(said) + len(run)
+                    mask = request.guide.mask(run)
+                    run.append(self._draw(self._wanted[place] if place < len(self._wanted) else None, mask))
+                    if run[-1] in self.tokenizer.eos_ids:
+                        break
+                decision = request.guide.advance(run)
+                fresh = (*run[: decision.keep], *decision.force)
+                said += fresh
+                if fresh:
+                    deliver(TokenEvent(request.id, fresh, (False,) * len(fresh)))
+                if decision.finish is not None:
+                    return self._end(request, FinishReason(decision.finish), num_cached, len(said))
+        except Q27Error as error:
+            return self._end(request, FinishReason.ERROR, num_cached, len(said), error)
+        return self._end(request, FinishReason.LENGTH, num_cached, len(said))
+
+    def _draw(self, wanted: int | None, mask: Any) -> int:
+        if mask is None:
+            return self.tokenizer.eos_ids[0] if wanted is None else wanted
+        allowed = [token for token in range(self.tokenizer.vocab_size) if mask[token // 32] >> (token % 32) & 1]
+        if wanted in allowed:
+            return wanted
+        return next((token for token in self._likes if token in allowed), allowed[0])
 
 
 class TickingEngine(ScriptedEngine):
