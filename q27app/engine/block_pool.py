@@ -53,6 +53,10 @@ class BlockPool:
         self._counts[blocks] -= 1
         self.num_free += int((self._counts[blocks] == 0).sum())
 
+    def owned_alone(self, counts: np.ndarray) -> int:
+        """How many blocks in use have no owner beyond these. counts: int32 [num_blocks], owners of each block."""
+        return int(((self._counts > 0) & (self._counts == counts)).sum())
+
     def check(self, owned: Iterable[np.ndarray]) -> None:
         """AssertionError unless the counts are those of `owned`: every owner's blocks."""
         expected = np.zeros(self.num_blocks, np.int32)

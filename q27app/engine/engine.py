@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any
 
@@ -113,6 +114,17 @@ class Engine:
                 self._inbox.put(("cancel", sequence))
             return sequence is not None
 
+    def settle(self, tokens: Seq[int], system_len: int = 0) -> None:
+        """The next turn of a conversation will probably begin with these tokens: compute their state while nobody waits.
+
+        A hint; one that cannot be used is dropped."""
+        with self._lock:
+            loaded = self._loaded
+            if self._state != "ready" or loaded is None or loaded.prefix_cache is None:
+                return
+            if 0 < len(tokens) <= loaded.plan.max_context and 0 <= min(tokens) and max(tokens) < loaded.vocab_size:
+                self._inbox.put(("settle", (tuple(tokens), system_len)))
+
     def load(self) -> Future:
         """Make the engine ready, also after `drain`. The future ends when it is, or with what went wrong."""
         return self._order("load")
@@ -141,6 +153,7 @@ class Engine:
                 counters=self._meter.counters(),
                 rates=self._meter.rates(),
                 drafts=loaded.drafter.to_dict() if loaded and loaded.drafter else {},
+                cache=loaded.prefix_cache.to_dict() if loaded and loaded.prefix_cache else {},
                 heartbeat_age_s=round(max(0.0, time.monotonic() - self._heartbeat), 3),
             )
 
@@ -195,7 +208,7 @@ class Engine:
     def _main(self) -> None:
         try:
             while not self._is_closing:
-                self._read_inbox(0.0 if self._is_busy() or self._orders_ready() else IDLE_S)
+                self._read_inbox(0.0 if self._is_busy() or self._orders_ready() or self._has_spare_work() else IDLE_S)
                 self._heartbeat = time.monotonic()
                 self._obey()
                 if self._stepper is not None:
@@ -223,9 +236,14 @@ class Engine:
             self._end_unserved(value, Overloaded("the model was unloaded before the request began."))
         elif kind == "cancel" and self._stepper is not None:
             self._stepper.cancel(value)
+        elif kind == "settle" and self._stepper is not None:
+            self._stepper.settle(*value)
 
     def _is_busy(self) -> bool:
         return self._stepper is not None and self._stepper.has_work
+
+    def _has_spare_work(self) -> bool:
+        return self._stepper is not None and self._stepper.has_spare_work
 
     def _forget(self, sequence: Sequence) -> None:
         """The request has ended; its name is free again before its receiver knows."""
@@ -290,6 +308,8 @@ class Engine:
             loaded, self._loaded = self._loaded, None
             self._state = "failed" if self._has_died else "unloaded"
             self._progress = 0.0
+        if self._stepper is not None and not self._has_died:
+            self._stepper.end_spare()
         self._stepper = None
         if loaded is not None:
             loaded.close()

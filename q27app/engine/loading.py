@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from q27app.engine.block_pool import BlockPool
+from q27app.engine.cache_plan import CachePlan, fingerprint_of, open_cache, plan_cache
 from q27app.engine.draft_mtp import MIN_MARGIN, MtpDrafter
 from q27app.engine.drafter import Drafter
 from q27app.engine.prefix_cache import PrefixCache
@@ -56,6 +57,16 @@ class EngineConfig:
     """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
     fixed_draft: bool = False
     """Always draft max_draft tokens (tests, measurements)."""
+    cache: bool = True
+    """Keep states of prefixes, so that no prompt's beginning is computed twice."""
+    cache_host_bytes: int | None = None
+    """Most host memory of kept states; None = a quarter of what is free, at most 16 GiB."""
+    cache_device_slots: int | None = None
+    """States kept on the device beside those of requests; None = up to 8 on CUDA as far as they fit, none on NumPy."""
+    cache_dir: str | Path | None = None
+    """Folder where states survive the process; None = none."""
+    cache_disk_bytes: int = 20 << 30
+    """Most bytes of that folder's entries."""
     checks_pools: bool = False
     """Verify after every step that slots and blocks are held by exactly those who should (tests)."""
 
@@ -98,6 +109,8 @@ def check_config(config: EngineConfig) -> None:
         raise UsageError(f"draft is {config.draft!r}, expected one of {', '.join(DRAFT_MODES)}.")
     if not 1 <= config.max_draft < MAX_DECODE_ROWS:
         raise UsageError(f"max_draft is {config.max_draft}, expected 1 to {MAX_DECODE_ROWS - 1}.")
+    if min(config.cache_host_bytes or 0, config.cache_device_slots or 0, config.cache_disk_bytes) < 0:
+        raise UsageError("sizes of the prefix cache are negative, expected 0 or more.")
     if config.max_queue < 0:
         raise UsageError(f"max_queue is {config.max_queue}, expected 0 or more.")
 
@@ -131,19 +144,46 @@ def _load(
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
                        lambda done, total: progress(done / max(1, total)))
     plan = _plan(config, backend.name, geometry, free, model.weights.nbytes, max_rows)
-    state = model.allocate_state(plan.kv_format, plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
+    cache_plan = CachePlan()
+    if config.cache:
+        cache_plan = plan_cache(plan, backend.name, config.cache_host_bytes, config.cache_device_slots)
+        plan = replace(plan, num_blocks=plan.num_blocks + cache_plan.num_blocks, reasons=[*plan.reasons, (
+            f"prefix cache: {cache_plan.num_blocks} of the blocks, {cache_plan.num_slots} states on the device, "
+            f"{cache_plan.host_bytes / 1e9:.1f} GB of host memory")])
+    state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
+    blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
+    cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
+
+    def close() -> None:
+        if cache is not None:
+            cache.close()
+        backend.close()
+
     return Loaded(
         model=model,
         state=state,
         plan=plan,
         slots=SlotPool(plan.num_slots),
-        blocks=BlockPool(plan.num_blocks),
+        blocks=blocks,
         vocab_size=geometry.vocab_size,
         prefill_chunk=chunk,
-        drafter=_drafter(config, model, state, geometry),
+        drafter=drafter,
+        prefix_cache=cache,
         info=_info(config, backend.name, container, geometry, plan),
-        close=backend.close,
+        close=close,
     )
+
+
+def _cache(
+    config: EngineConfig, cache_plan: CachePlan, container: Container, model: Any, state: State, plan: MemoryPlan,
+    blocks: BlockPool, drafter: Drafter | None,
+) -> PrefixCache:
+    fingerprint = b""
+    if config.cache_dir:
+        warms_mtp = drafter is not None and drafter.needs_mtp
+        fingerprint = fingerprint_of(container, model.backend, state, plan.kv_format, warms_mtp)
+    slots = range(plan.num_slots, plan.num_slots + cache_plan.num_slots)
+    return open_cache(cache_plan, state, blocks, slots, config.cache_dir, config.cache_disk_bytes, fingerprint)
 
 
 def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafter | None:

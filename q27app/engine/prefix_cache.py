@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from q27app.engine.request import Request
+from q27app.engine.request import FinishReason, Request
 from q27app.engine.sequence import Sequence
 
 
@@ -44,12 +44,29 @@ class PrefixCache(Protocol):
         """A prefill chunk of this sequence has ended at `num_computed`: the time to take a snapshot."""
         ...
 
-    def ended(self, sequence: Sequence) -> None:
-        """The sequence is about to give back its slot and blocks."""
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The sequence is about to give back its slot and blocks. After an error its state is not to be trusted."""
+        ...
+
+    def settles(self, tokens: Seq[int]) -> bool:
+        """Whether a snapshot of exactly these tokens is kept; if so it counts as the end of a turn from now on."""
         ...
 
     def reclaim(self, num_blocks: int, num_slots: int) -> None:
         """Give up snapshots until this many blocks and slots are free, as far as that is possible."""
+        ...
+
+    @property
+    def has_spare_work(self) -> bool:
+        """There is something to do while nobody waits."""
+        ...
+
+    def spare_step(self) -> None:
+        """Do a bounded part of it."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status; any thread."""
         ...
 
     def owned_blocks(self) -> Iterable[np.ndarray]:

@@ -90,6 +90,23 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """What of a prompt was not computed again. possible: what an earlier request and its answer held of it.
+
+    kind: of the snapshot, "" without one. reason: "" if at least half of what was possible was reused, else "new" (nothing
+    like it was there), "diverged" (the prompt leaves the earlier text early) or "not_kept" (its state was not there (any
+    more)). shared: tokens that both begin with; expected, given: the ids after them, -1 = none."""
+
+    num_tokens: int = 0
+    kind: str = ""
+    possible: int = 0
+    reason: str = ""
+    shared: int = 0
+    expected: int = -1
+    given: int = -1
+
+
+@dataclass(frozen=True)
 class RequestStats:
     """Final figures of one request. Times in milliseconds."""
 
@@ -102,6 +119,7 @@ class RequestStats:
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    reuse: Reuse | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,10 @@ class Request:
     """Prompt tokens that the next turn will send again verbatim; 0 = unknown."""
     system_len: int = 0
     """Tokens of the system + tools block; 0 = unknown."""
+    turn_len: int = 0
+    """Prompt tokens before its newest message; 0 = unknown."""
+    is_background: bool = False
+    """Nobody waits for it: it only leaves its state in the prefix cache."""
     client: str = ""
     """For status and logs: API and peer."""
 

@@ -302,7 +302,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             if self.prefix_cache is not None:
-                self.prefix_cache.ended(sequence)
+                self.prefix_cache.ended(sequence, reason)
             for group in (self.prefilling, self.running, self._round):
                 if sequence in group:
                     group.remove(sequence)

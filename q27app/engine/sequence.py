@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from q27app.engine.request import FinishReason, Request, RequestStats, TokenEvent
+from q27app.engine.request import FinishReason, Request, RequestStats, Reuse, TokenEvent
 from q27app.errors import Q27Error
 
 Deliver = Callable[[TokenEvent], None]
@@ -82,6 +82,7 @@ class Sequence:
     suffix_index: Any = None
     counts: TokenCounts | None = None
     prompt_logits: np.ndarray | None = None
+    reuse: Reuse | None = None
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -142,6 +143,7 @@ class Sequence:
             num_steps=self.num_steps,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            reuse=self.reuse,
         )
 
     def final_event(self, reason: FinishReason, error: Q27Error | None = None) -> TokenEvent:

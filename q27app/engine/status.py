@@ -75,6 +75,8 @@ class EngineStatus:
     counters: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     drafts: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    """The prefix cache: snapshots, hits by kind, misses by reason, tokens reused."""
     heartbeat_age_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Meter:
                 self._prefill.add(num_rows, time.monotonic())
 
     def count_event(self, sequence: Sequence, event: TokenEvent) -> None:
-        if not event.tokens and event.finish is None:
+        if sequence.request.is_background or (not event.tokens and event.finish is None):
             return
         with self._lock:
             now, counters = time.monotonic(), self._counters

@@ -19,6 +19,7 @@ from q27app.engine.request import FinishReason, TokenEvent
 from q27app.engine.runner import Runner
 from q27app.engine.scheduler import Scheduler, Work
 from q27app.engine.sequence import Sequence, Status
+from q27app.engine.settle import Settler
 from q27app.engine.status import Meter
 from q27app.errors import EngineDied, GpuError, Overloaded, Q27Error
 
@@ -33,15 +34,33 @@ class Stepper:
         self._scheduler = Scheduler(loaded.slots, loaded.blocks, loaded.prefill_chunk, loaded.vocab_size,
                                     loaded.drafter, loaded.prefix_cache)
         self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp)
-        self._drafter = loaded.drafter
+        self._drafter, self._cache = loaded.drafter, loaded.prefix_cache
+        self._settler = Settler(self._scheduler)
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        """Somebody waits for something."""
+        return len(self._scheduler.sequences()) > self._settler.is_running
+
+    @property
+    def has_spare_work(self) -> bool:
+        """There is something to do while nobody waits."""
+        return self._settler.has_work or (self._cache is not None and self._cache.has_spare_work)
 
     def add(self, sequence: Sequence) -> None:
+        self._settler.preempt()
         self._scheduler.add(sequence)
+
+    def settle(self, tokens: tuple[int, ...], system_len: int) -> None:
+        """The next turn of a conversation probably begins with these: compute their state when there is time."""
+        if self._cache is not None:
+            self._settler.add(tokens, system_len)
+
+    def end_spare(self) -> None:
+        """Stop what runs while nobody waits."""
+        self._settler.preempt()
+        self._deliver()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends it now; slot and blocks are free for the next step."""
@@ -56,7 +75,12 @@ class Stepper:
         self._check()
 
     def step(self) -> None:
-        """One pass, if anybody has work, and everything that follows from it."""
+        """One pass, if anybody has work, and everything that follows from it; else a step of the spare work."""
+        if not self.has_work:
+            if self._cache is not None and self._cache.has_spare_work:
+                self._cache.spare_step()
+            elif not self._settler.is_running:
+                self._settler.begin()
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
         work = self._scheduler.next_work()

@@ -248,8 +248,10 @@ class ToyCache:
             self.loaded.blocks.share(blocks)
             self.kept[tokens] = blocks, self.loaded.state.get_slot(sequence.slot)
 
-    def ended(self, sequence):
+    def ended(self, sequence, reason):
         assert sequence.slot >= 0
+
+    has_spare_work = False
 
     def reclaim(self, num_blocks, num_slots):
         while self.kept and self.loaded.blocks.num_free < num_blocks:

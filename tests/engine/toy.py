@@ -82,6 +82,25 @@ class ToyState:
         return self.hashes[slot], self.lengths[slot]
 
 
+    slot_bytes, block_bytes = 16, 8 * BLOCK_POSITIONS
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.set_slot(target, self.get_slot(source))
+
+    def export_slot(self, slot: int) -> np.ndarray:
+        return np.array([self.hashes[slot], self.lengths[slot]], np.uint64).view(np.uint8)
+
+    def import_slot(self, slot: int, data: np.ndarray) -> None:
+        first, second = data.view(np.uint64).tolist()
+        self.set_slot(slot, (first, second))
+
+    def export_blocks(self, blocks: Seq[int]) -> np.ndarray:
+        return self.entries[list(blocks)].view(np.uint8)
+
+    def import_blocks(self, blocks: Seq[int], data: np.ndarray) -> None:
+        self.entries[list(blocks)] = np.ascontiguousarray(data).view(np.uint64)
+
+
 class ToyBackend:
     name = "toy"
 

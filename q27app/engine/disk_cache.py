@@ -1,0 +1,234 @@
+"""States that survive the process: a folder of entry files with a byte budget, written behind by a thread of its own.
+
+The engine thread asks (`candidates`, `read`, `wants`, `write`); the writer thread writes, one entry at a time, and evicts
+the least recently used ones, whoever wrote them. Several processes may share a folder: a file that vanishes is a miss, one
+that appears is found when the folder has changed. A folder that cannot be used switches the cache off with one log line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from q27app.engine.disk_entry import (
+    KINDS, DiskEntry, entries_of, entry_name, read_head, read_payload, remove_leftovers, write_entry,
+)
+
+log = logging.getLogger("q27app.engine")
+
+MIN_TOKENS = 512
+STEP_TOKENS = 2048
+PREFETCHED = 2
+MAX_PREFETCH_BYTES = 4 << 30
+MAX_INDEXED = 4096
+
+
+class DiskCache:
+    """folder: made if missing, for its owner only. fingerprint: 32 bytes; entries of others are invisible.
+
+    budget: bytes of all entries together. min_tokens: shorter states are not written. step: a turn's state is written only
+    if none of the same conversation is there that is less than `step` tokens shorter."""
+
+    def __init__(self, folder: Path, fingerprint: bytes, budget: int, min_tokens: int = MIN_TOKENS,
+                 step: int = STEP_TOKENS) -> None:
+        assert len(fingerprint) == 32
+        self.folder, self._fingerprint, self._budget = folder, fingerprint, budget
+        self._min_tokens, self._step = min_tokens, step
+        self._entries: dict[str, DiskEntry] = {}
+        self._rejected: dict[str, int] = {}
+        self._folder_time = -1
+        self._queue: SimpleQueue[tuple[np.ndarray, str, np.ndarray, np.ndarray] | None] = SimpleQueue()
+        self._num_waiting = 0
+        self._lock = threading.Lock()
+        self.num_written = self.num_read = self.num_failed = 0
+        self._is_off = not self._open()
+        self._thread = threading.Thread(target=self._write_behind, name="q27app-disk-cache", daemon=True)
+        if not self._is_off:
+            self._thread.start()
+
+    def _open(self) -> bool:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            probe = self.folder / f".probe-{os.getpid()}"
+            probe.touch(mode=0o600)
+            probe.unlink()
+        except OSError as error:
+            log.error("the disk cache is off: %s cannot be used: %s", self.folder, error.strerror or error)
+            return False
+        remove_leftovers(self.folder)
+        self._refresh()
+        return True
+
+    # engine thread
+
+    def _refresh(self) -> None:
+        """Read the heads of entries that have appeared since, forget those that are gone."""
+        try:
+            changed = self.folder.stat().st_mtime_ns
+        except OSError:
+            changed = -1
+        if changed == self._folder_time:
+            return
+        self._folder_time = changed
+        names = {path.name: path for path in entries_of(self.folder)}
+        self._entries = {name: entry for name, entry in self._entries.items() if name in names}
+        self._rejected = {name: when for name, when in self._rejected.items() if name in names}
+        for name, path in names.items():
+            if name not in self._entries and len(self._entries) < MAX_INDEXED:
+                self._index(name, path)
+
+    def _index(self, name: str, path: Path) -> None:
+        try:
+            written = path.stat().st_mtime_ns
+        except OSError:
+            return
+        if self._rejected.get(name) == written:
+            return
+        entry = read_head(path, self._fingerprint)
+        if entry is None:
+            self._rejected[name] = written
+        else:
+            self._entries[name] = entry
+
+    def candidates(self, prompt: np.ndarray, least: int) -> Iterator[DiskEntry]:
+        """Entries of at least `least` tokens and fewer than the prompt that it begins with, the longest first."""
+        if self._is_off:
+            return
+        self._refresh()
+        for entry in sorted(self._entries.values(), key=lambda entry: -entry.num_tokens):
+            if least <= entry.num_tokens < len(prompt) and np.array_equal(entry.tokens, prompt[:entry.num_tokens]):
+                yield entry
+
+    def read(self, entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
+        """(uint8 [slot_bytes], uint8 [n / 64, block_bytes]); None for an entry that is gone or damaged, which is deleted."""
+        data = read_payload(entry)
+        if data is None:
+            self.num_failed += 1
+            self._entries.pop(entry.path.name, None)
+            log.warning("the disk cache's entry %s is damaged or gone", entry.path.name)
+            with contextlib.suppress(OSError):
+                entry.path.unlink()
+            return None
+        self.num_read += 1
+        with contextlib.suppress(OSError):
+            os.utime(entry.path)
+        return data
+
+    @property
+    def is_free(self) -> bool:
+        """The writer has nothing to do."""
+        return not self._is_off and self._num_waiting == 0
+
+    def wants(self, tokens: np.ndarray, kind: str) -> bool:
+        """Whether a state is worth a file: long enough, new, and far enough from one that is there."""
+        if self._is_off or len(tokens) < self._min_tokens:
+            return False
+        self._refresh()
+        if entry_name(self._fingerprint, np.ascontiguousarray(tokens, "<i4")) in self._entries:
+            return False
+        near = len(tokens) - self._step
+        return kind == "system" or not any(
+            near < entry.num_tokens <= len(tokens) and np.array_equal(entry.tokens, tokens[:entry.num_tokens])
+            for entry in self._entries.values() if entry.kind == "turn")
+
+    def write(self, tokens: np.ndarray, kind: str, slot: np.ndarray, blocks: np.ndarray) -> None:
+        """Queue a state for the writer. slot: uint8 [slot_bytes]; blocks: uint8 [n / 64, block_bytes]; both are kept."""
+        assert kind in KINDS
+        with self._lock:
+            self._num_waiting += 1
+        self._queue.put((tokens, kind, slot, blocks))
+
+    def close(self) -> None:
+        """Finish what is queued, end the thread."""
+        if not self._is_off and self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(60)
+        self._is_off = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status."""
+        return {"is_on": not self._is_off, "entries": len(self._entries), "written": self.num_written,
+                "read": self.num_read, "failed": self.num_failed}
+
+    # writer thread
+
+    def _write_behind(self) -> None:
+        self._prefetch()
+        while (item := self._queue.get()) is not None:
+            tokens, kind, slot, blocks = item
+            try:
+                write_entry(self.folder, self._fingerprint, kind, tokens, slot, blocks)
+                evict(self.folder, self._budget)
+                self.num_written += 1
+            except OSError as error:
+                self.num_failed += 1
+                log.warning("the disk cache could not write an entry: %s", error.strerror or error)
+            finally:
+                del item, slot, blocks
+                with self._lock:
+                    self._num_waiting -= 1
+
+    def _prefetch(self) -> None:
+        """Bring the most recent entries into the system's page cache."""
+        room = MAX_PREFETCH_BYTES
+        for _, size, path in sorted(_files(self.folder), reverse=True)[:PREFETCHED]:
+            room -= size
+            if room < 0:
+                return
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                while file.read(8 << 20):
+                    pass
+
+
+def _files(folder: Path) -> list[tuple[int, int, Path]]:
+    """(time of last use, bytes, path) of every entry."""
+    found = []
+    for path in entries_of(folder):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    return found
+
+
+def evict(folder: Path, budget: int) -> int:
+    """Delete the least recently used entries until the others fit into `budget` bytes; returns how many."""
+    files = sorted(_files(folder))
+    total, count = sum(size for _, size, _ in files), 0
+    for _, size, path in files:
+        if total <= budget:
+            break
+        with contextlib.suppress(OSError):
+            path.unlink()
+            count += 1
+        total -= size
+    return count
+
+
+def describe(folder: Path) -> list[dict[str, Any]]:
+    """Every entry, the most recently used first: name, kind, tokens, bytes, used_at, fingerprint (8 digits)."""
+    rows = []
+    for used, size, path in sorted(_files(folder), reverse=True):
+        entry = read_head(path)
+        rows.append({
+            "name": path.name, "kind": entry.kind if entry else "damaged", "tokens": entry.num_tokens if entry else 0,
+            "bytes": size, "used_at": used / 1e9, "fingerprint": entry.fingerprint.hex()[:8] if entry else "",
+        })
+    return rows
+
+
+def clear(folder: Path) -> tuple[int, int]:
+    """Delete every entry and leftover; (how many, bytes)."""
+    files, count, freed = _files(folder), 0, 0
+    for _, size, path in files:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            count, freed = count + 1, freed + size
+    return count + remove_leftovers(folder), freed

@@ -1,0 +1,240 @@
+"""The prefix cache: which states are kept, which one a request resumes from, and why no better one was there.
+
+Only states that prefill computed are kept, at multiples of 64, so that a warm answer has the bits of a cold one:
+
+    system    the last multiple in the system block            shared by conversations
+    turn      the last one before the newest message           the newest message is edited, or gets another reminder
+    stable    the last one that the next turn sends again      the next turn
+    prompt    the last one in the prompt                       a tool loop, the same request again
+    ring      every RING_STEP                                  an edit in the middle of a long conversation
+    partial   where a prefill was cut off by a cancel, if that is a multiple
+
+Blocks are shared by reference, recurrent state is copied (see `snapshots`). Owned by the engine thread; `to_dict` may be
+called from any.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from q27app.engine.block_pool import BlockPool
+from q27app.engine.disk_cache import DiskCache, DiskEntry
+from q27app.engine.prefix_cache import Match
+from q27app.engine.request import FinishReason, Request, Reuse
+from q27app.engine.sequence import Sequence, Status
+from q27app.engine.snapshots import Snapshot, SnapshotStore, common_length
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS
+
+RING_STEP = 4096
+MAX_RECENT = 32
+WANTED_BY_DISK = ("system", "settled")
+
+
+class SnapshotCache:
+    """See the module, and `prefix_cache.PrefixCache`. device_slots: slots of the state that belong to snapshots alone.
+
+    host_bytes: recurrent state in host memory, most. disk: where entries survive the process, or None."""
+
+    def __init__(
+        self, state: State, blocks: BlockPool, device_slots: Seq[int] = (), host_bytes: int = 1 << 30,
+        disk: DiskCache | None = None, ring_step: int = RING_STEP,
+    ) -> None:
+        self._state, self._blocks, self._disk, self._ring_step = state, blocks, disk, ring_step
+        self.store = SnapshotStore(state, blocks, device_slots, host_bytes)
+        self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_RECENT)
+        self._asked: tuple[Request, np.ndarray, Reuse] | None = None
+        self._disk_tried: Request | None = None
+        self._reuse: dict[str, Reuse] = {}
+        self._to_disk: deque[Snapshot] = deque(maxlen=8)
+        self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._num_reused = self._num_settled = 0
+
+    # what admission asks
+
+    def match(self, request: Request) -> Match | None:
+        prompt = self._prompt_of(request)
+        found = self.store.deepest(prompt, len(prompt))
+        if self._disk is not None and self._disk_tried is not request:
+            self._disk_tried = request
+            found = self._from_disk(prompt, found) or found
+        self._asked = (request, prompt, self._explained(request, prompt, found))
+        if found is None:
+            return None
+        self.store.touch(found)
+        return Match(found.num_tokens, found.blocks, lambda slot: self.store.restore(found, slot))
+
+    def _prompt_of(self, request: Request) -> np.ndarray:
+        """int32 [n]; a request that waits is asked for again before each pass."""
+        if self._asked is not None and self._asked[0] is request:
+            return self._asked[1]
+        return np.array(request.prompt, np.int32)
+
+    def stops(self, request: Request) -> Seq[int]:
+        if not request.cache:
+            return ()
+        if self._asked is not None and self._asked[0] is request:
+            self._count(request, self._asked[2])
+        prompt = self._prompt_of(request)
+        wanted = [mark for mark in self._marks(request) if self.store.at(prompt[:mark]) is None]
+        self._asked = self._disk_tried = None
+        return wanted
+
+    def _count(self, request: Request, reuse: Reuse) -> None:
+        if request.is_background:
+            return
+        self._reuse[request.id] = reuse
+        if reuse.num_tokens:
+            self._hits[reuse.kind] += 1
+        if reuse.reason:
+            self._misses[reuse.reason] += 1
+        self._num_reused += reuse.num_tokens
+
+    def _marks(self, request: Request) -> dict[int, str]:
+        """Multiples of 64 within the prompt where a state is worth keeping -> its kind."""
+        size = len(request.prompt)
+        marks = {position: "ring" for position in range(self._ring_step, size + 1, self._ring_step)}
+        kinds = (("prompt", size), ("turn", request.turn_len), ("stable", request.stable_len), ("system", request.system_len))
+        for kind, length in kinds:
+            marks[min(length, size) // BLOCK_POSITIONS * BLOCK_POSITIONS] = kind
+        if request.is_background:
+            marks[size // BLOCK_POSITIONS * BLOCK_POSITIONS] = "settled"
+        marks.pop(0, None)
+        return marks
+
+    # what it is told
+
+    def computed(self, sequence: Sequence) -> None:
+        request, length = sequence.request, sequence.num_computed
+        sequence.reuse = self._reuse.pop(request.id, sequence.reuse)
+        self._num_settled += request.is_background
+        if length in sequence.stops:
+            self._keep(sequence, self._marks(request).get(length, "ring"))
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A prefill that was cancelled between two passes leaves what it computed."""
+        request = sequence.request
+        sequence.reuse = self._reuse.pop(request.id, sequence.reuse)
+        if not request.cache:
+            return
+        if sequence.status is Status.PREFILLING and reason is FinishReason.CANCELLED:
+            self._keep(sequence, "partial")
+        if not request.is_background and sequence.num_computed >= sequence.num_prompt:
+            self._recent.append((np.array(sequence.tokens, np.int32), request.system_len))
+
+    def _keep(self, sequence: Sequence, kind: str) -> None:
+        length = sequence.num_computed
+        if length % BLOCK_POSITIONS or not 0 < length <= sequence.num_prompt or length <= sequence.num_cached:
+            return
+        tokens = np.array(sequence.tokens[:length], np.int32)
+        if self.store.at(tokens) is not None:
+            return
+        kept = self.store.take(tokens, sequence.blocks[:length // BLOCK_POSITIONS], sequence.slot, kind)
+        if kept is not None and self._disk is not None and kind in WANTED_BY_DISK:
+            self._to_disk.append(kept)
+
+    def reclaim(self, num_blocks: int, num_slots: int) -> None:
+        """Snapshots hold none of the slots that requests take, so without a free one nothing is given up."""
+        del num_slots
+        self.store.reclaim(num_blocks)
+
+    def owned_blocks(self) -> Iterable[np.ndarray]:
+        return [snapshot.blocks for snapshot in self.store]
+
+    def owned_slots(self) -> Iterable[int]:
+        return ()
+
+    def settles(self, tokens: Seq[int]) -> bool:
+        """Whether a state of exactly these tokens is kept; if so it counts as the end of a turn from now on."""
+        kept = self.store.at(np.array(tokens, np.int32))
+        if kept is not None and self._disk is not None and kept not in self._to_disk:
+            self._to_disk.append(kept)
+        return kept is not None
+
+    # why
+
+    def _explained(self, request: Request, prompt: np.ndarray, found: Snapshot | None) -> Reuse:
+        """What was reused, of how much that an earlier request held, and where the prompt left it."""
+        shared, best = 0, None
+        for tokens, system_len in self._recent:
+            length = common_length(tokens, prompt)
+            if length > shared:
+                shared, best = length, (tokens, system_len)
+        num, kind = (0, "") if found is None else (found.num_tokens, found.kind)
+        if best is None or shared < BLOCK_POSITIONS:
+            return Reuse(num, kind, num, reason="" if num else "new")
+        tokens, system_len = best
+        is_same = shared > system_len if system_len else 2 * shared >= len(tokens)
+        possible = max(num, min(len(tokens), len(prompt)) if is_same else shared)
+        reason = "" if 2 * num >= possible else "diverged" if 2 * shared < possible else "not_kept"
+        expected = int(tokens[shared]) if shared < len(tokens) else -1
+        given = int(prompt[shared]) if shared < len(prompt) else -1
+        return Reuse(num, kind, possible, reason, shared, expected, given)
+
+    # disk
+
+    def _from_disk(self, prompt: np.ndarray, found: Snapshot | None) -> Snapshot | None:
+        """A longer state than the one in memory, read into memory; None if there is none or no room for it."""
+        assert self._disk is not None
+        least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
+        for entry in self._disk.candidates(prompt, least):
+            kept = self._read(entry, found)
+            if kept is not None:
+                return kept
+        return None
+
+    def _read(self, entry: DiskEntry, found: Snapshot | None) -> Snapshot | None:
+        assert self._disk is not None
+        shared = np.zeros(0, np.int32) if found is None else found.blocks
+        missing = entry.num_tokens // BLOCK_POSITIONS - len(shared)
+        self._blocks.share(shared)
+        self.store.reclaim(missing)
+        own = self._blocks.allocate(missing)
+        data = None if own is None else self._disk.read(entry)
+        if own is None or data is None:
+            self._blocks.release(shared)
+            if own is not None:
+                self._blocks.release(own)
+            return None
+        slot_data, block_data = data
+        self._state.import_blocks(own.tolist(), block_data[len(shared):])
+        blocks = np.concatenate([shared, own])
+        kept = self.store.adopt(entry.tokens, blocks, slot_data, "disk")
+        if kept is None:
+            self._blocks.release(blocks)
+        return kept
+
+    @property
+    def has_spare_work(self) -> bool:
+        return bool(self._to_disk) and self._disk is not None and self._disk.is_free
+
+    def spare_step(self) -> None:
+        """Hand one state to the disk's writer. The engine calls it when nobody waits."""
+        snapshot = self._to_disk.popleft()
+        if self._disk is None or self.store.at(snapshot.tokens) is not snapshot:
+            return
+        kind = "system" if snapshot.kind == "system" else "turn"
+        if self._disk.wants(snapshot.tokens, kind):
+            blocks = self._state.export_blocks(snapshot.blocks.tolist())
+            self._disk.write(snapshot.tokens, kind, self.store.export(snapshot), blocks)
+
+    def close(self) -> None:
+        """Write what waits for the disk, forget the rest."""
+        while self._to_disk and self._disk is not None:
+            self.spare_step()
+        if self._disk is not None:
+            self._disk.close()
+        self.store.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /status."""
+        values: dict[str, Any] = {
+            "snapshots": self.store.count, "evicted": self.store.num_evicted, "hits": dict(self._hits),
+            "misses": dict(self._misses), "reused_tokens": self._num_reused, "settled_chunks": self._num_settled,
+        }
+        return values | ({"disk": self._disk.to_dict()} if self._disk is not None else {})

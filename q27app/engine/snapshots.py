@@ -1,0 +1,172 @@
+"""Snapshots: the state of a sequence after a multiple of 64 positions, found again by comparing tokens.
+
+A snapshot holds its KV blocks by reference, one owner among others, and a copy of the recurrent slot: in one of the
+store's own device slots while there are any, else in host memory. When either is full the least recently used one moves
+down or goes. Owned by the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from q27app.engine.block_pool import BlockPool
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS
+
+MAX_SNAPSHOTS = 4096
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """tokens: int32 [n], n a multiple of 64; blocks: int32 [n / 64]. slot: device slot or -1; data: uint8 [slot_bytes] then.
+
+    kind: "system", "ring", "prompt", "settled" or "disk", the reason why it was taken. used: grows with each use."""
+
+    tokens: np.ndarray
+    blocks: np.ndarray
+    kind: str
+    slot: int = -1
+    data: np.ndarray | None = None
+    used: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def common_length(left: np.ndarray, right: np.ndarray) -> int:
+    """How many tokens two int32 vectors begin with alike."""
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if len(different) else size
+
+
+class SnapshotStore:
+    """device_slots: slots of the state that nobody else uses. host_bytes: most bytes of recurrent state in host memory."""
+
+    def __init__(self, state: State, blocks: BlockPool, device_slots: Seq[int], host_bytes: int) -> None:
+        self._state, self._blocks = state, blocks
+        self._free_slots = list(device_slots)
+        self._host_limit = max(0, host_bytes // max(1, state.slot_bytes))
+        self._clock = 0
+        self._by_length: dict[int, list[Snapshot]] = {}
+        self.count = 0
+        self.num_evicted = 0
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return (snapshot for group in self._by_length.values() for snapshot in group)
+
+    @property
+    def num_host(self) -> int:
+        """Snapshots whose recurrent state lies in host memory."""
+        return sum(snapshot.slot < 0 for snapshot in self)
+
+    def deepest(self, tokens: np.ndarray, below: int) -> Snapshot | None:
+        """The longest snapshot of fewer than `below` tokens that `tokens` begins with, every token compared."""
+        for length in sorted((length for length in self._by_length if length < below and length <= len(tokens)), reverse=True):
+            for snapshot in self._by_length[length]:
+                if (np.array_equal(snapshot.tokens[-BLOCK_POSITIONS:], tokens[length - BLOCK_POSITIONS:length])
+                        and np.array_equal(snapshot.tokens, tokens[:length])):
+                    return snapshot
+        return None
+
+    def at(self, tokens: np.ndarray) -> Snapshot | None:
+        """The snapshot of exactly these tokens."""
+        group = self._by_length.get(len(tokens), ())
+        return next((snapshot for snapshot in group if np.array_equal(snapshot.tokens, tokens)), None)
+
+    def touch(self, snapshot: Snapshot) -> None:
+        self._clock += 1
+        snapshot.used = self._clock
+
+    def take(self, tokens: np.ndarray, blocks: np.ndarray, slot: int, kind: str) -> Snapshot | None:
+        """Keep the state that `slot` holds after `tokens`; None if there is room for none."""
+        if not self._free_slots and not self._demote() and not self._host_room():
+            return None
+        kept = Snapshot(tokens, blocks.copy(), kind)
+        if self._free_slots:
+            kept.slot = self._free_slots.pop()
+            self._state.copy_slot(slot, kept.slot)
+        else:
+            kept.data = self._state.export_slot(slot)
+        self._blocks.share(kept.blocks)
+        return self._keep(kept)
+
+    def adopt(self, tokens: np.ndarray, blocks: np.ndarray, data: np.ndarray, kind: str) -> Snapshot | None:
+        """Keep a state that was read from elsewhere. blocks: in use already; the snapshot becomes their owner."""
+        return self._keep(Snapshot(tokens, blocks, kind, data=data)) if self._host_room() else None
+
+    def _keep(self, snapshot: Snapshot) -> Snapshot:
+        self._by_length.setdefault(snapshot.num_tokens, []).append(snapshot)
+        self.count += 1
+        self.touch(snapshot)
+        return snapshot
+
+    def _demote(self) -> bool:
+        """Move the device's least recently used state to the host; False if the store has no device slots."""
+        candidates = [snapshot for snapshot in self if snapshot.slot >= 0]
+        if not candidates or not self._host_limit:
+            if candidates:
+                self.drop(min(candidates, key=lambda snapshot: snapshot.used))
+            return bool(candidates)
+        self._host_room()
+        oldest = min(candidates, key=lambda snapshot: snapshot.used)
+        oldest.data = self._state.export_slot(oldest.slot)
+        self._free_slots.append(oldest.slot)
+        oldest.slot = -1
+        return True
+
+    def _host_room(self) -> bool:
+        """Make room for one more state in host memory; False if the budget holds none at all."""
+        if not self._host_limit:
+            return False
+        while self.num_host >= self._host_limit or self.count >= MAX_SNAPSHOTS:
+            self.drop(min((snapshot for snapshot in self if snapshot.slot < 0), key=lambda snapshot: snapshot.used))
+            self.num_evicted += 1
+        return True
+
+    def restore(self, snapshot: Snapshot, slot: int) -> None:
+        """Fill `slot` with the snapshot's recurrent state."""
+        if snapshot.slot >= 0:
+            self._state.copy_slot(snapshot.slot, slot)
+        else:
+            assert snapshot.data is not None
+            self._state.import_slot(slot, snapshot.data)
+
+    def export(self, snapshot: Snapshot) -> np.ndarray:
+        """uint8 [slot_bytes]: the recurrent state in host memory."""
+        return self._state.export_slot(snapshot.slot) if snapshot.data is None else snapshot.data
+
+    def drop(self, snapshot: Snapshot) -> None:
+        group = self._by_length[snapshot.num_tokens]
+        group.remove(snapshot)
+        if not group:
+            del self._by_length[snapshot.num_tokens]
+        self.count -= 1
+        self._blocks.release(snapshot.blocks)
+        if snapshot.slot >= 0:
+            self._free_slots.append(snapshot.slot)
+
+    def reclaim(self, num_blocks: int) -> None:
+        """Drop the least recently used until so many blocks are free; nothing if that cannot be reached."""
+        if self._blocks.num_free >= num_blocks or self._reachable() < num_blocks:
+            return
+        for snapshot in sorted(self, key=lambda snapshot: snapshot.used):
+            if self._blocks.num_free >= num_blocks:
+                return
+            self.drop(snapshot)
+            self.num_evicted += 1
+
+    def _reachable(self) -> int:
+        """Blocks that would be free without any snapshot."""
+        own = np.zeros(self._blocks.num_blocks, np.int32)
+        for snapshot in self:
+            own[snapshot.blocks] += 1
+        return self._blocks.num_free + self._blocks.owned_alone(own)
+
+    def clear(self) -> None:
+        for snapshot in list(self):
+            self.drop(snapshot)
