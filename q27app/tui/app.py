@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Starter = Callable[[], AbstractAsyncContextManager[str]]
 """Makes a daemon on the running loop and gives its address; leaving it stops the daemon."""
-RENEW_S = 0.5
-"""How often ages and the like are looked at when nothing else happens."""
+RENEW_S = 1.0
+"""How often ages and the like are looked at when no answer comes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Q27App(App[None]):
         self.client: Client | None = None
         self.poller: Poller | None = None
         self._key, self._starter, self._first, self._in_tmux, self._clock = key, starter, first, in_tmux, clock
-        self._interval_s = interval_s
+        self._interval_s, self._renewed_at = interval_s, 0.0
         self._frozen: _Frozen | None = None
         self._started_failure = ""
         self._screens_made: dict[str, Room] = {}
@@ -109,7 +109,7 @@ class Q27App(App[None]):
         self.push_screen("monitor")
         if self._first != "monitor":
             self.call_after_refresh(self.go, self._first)
-        self.set_interval(RENEW_S, self.renew)
+        self.set_interval(RENEW_S, self._renew_ages)
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
         except (NotImplementedError, RuntimeError):
@@ -162,8 +162,13 @@ class Q27App(App[None]):
     def _print_error_renderables(self) -> None:
         """Textual's own report is left out: it prints local variables, and those hold texts of the conversation."""
 
+    def _renew_ages(self) -> None:
+        if time.monotonic() - self._renewed_at > RENEW_S / 2:
+            self.renew()
+
     def renew(self) -> None:
         """Let the screen in front draw what is new."""
+        self._renewed_at = time.monotonic()
         screen = self.screen if self._screen_stack else None
         if isinstance(screen, Room):
             screen.renew_if_whole()

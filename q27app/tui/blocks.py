@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_BLOCK = 4_000
-MAX_CODE_BLOCK = 2_000
+MAX_BLOCK = 3_000
+MAX_SLOW_BLOCK = 1_500
+"""Code and tables take several times longer to draw than text."""
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_RULE = re.compile(r"[ |:\-\t]+\n")
 _LIST = re.compile(r" {0,3}([-*+]|\d{1,9}[.)])[ \t]")
 
 
@@ -94,7 +96,7 @@ class Splitter:
             return self._fence_line
         if self._before:
             return self._before
-        if len(self._lines) > 2 and "|" in self._lines[0] and re.fullmatch(r"[ |:\-\t]+\n", self._lines[1]):
+        if self._is_table() and len(self._lines) > 2:
             return "".join(self._lines[:2])
         return ""
 
@@ -105,7 +107,7 @@ class Splitter:
             if fence and fence[1].startswith(self._fence) and not line.strip().strip(self._fence[0]):
                 self._fence = self._fence_line = ""
                 finished.append(self._finish())
-            elif self._size > MAX_CODE_BLOCK:
+            elif self._size > MAX_SLOW_BLOCK:
                 finished.append(self._finish(is_cut=True))
             return
         if self._ends_before(line, fence is not None):
@@ -113,8 +115,12 @@ class Splitter:
         self._add(line)
         if fence:
             self._fence, self._fence_line = fence[1], line[:200].rstrip("\n") + "\n"
-        elif self._size > MAX_BLOCK:
+        elif self._size > (MAX_SLOW_BLOCK if self._is_table() else MAX_BLOCK):
             finished.append(self._finish(is_cut=True))
+
+    def _is_table(self) -> bool:
+        """Whether the block is a table, or goes on with one."""
+        return "|" in self._before or (len(self._lines) > 1 and "|" in self._lines[0] and _RULE.fullmatch(self._lines[1]) is not None)
 
     def _ends_before(self, line: str, is_fence: bool) -> bool:
         """Whether `line` begins a block of its own. Blank lines stay with the block before them."""

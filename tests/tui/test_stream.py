@@ -71,13 +71,15 @@ async def test_finished_blocks_are_drawn_once_and_updates_are_few(daemon_of, ope
 async def test_20000_tokens_at_400_a_second_never_hold_the_loop(daemon_of, open_screens, long_scale, record_property, capsys):
     parts = tokens(max(2_000, int(20_000 * long_scale)))
     lags: list[float] = []
+    held: list[float] = []
     resident: list[int] = []
 
     async def watch() -> None:
         for count in itertools.count():
-            before = time.perf_counter()
+            before, busy_before = time.perf_counter(), time.thread_time()
             await asyncio.sleep(0.01)
             lags.append(time.perf_counter() - before - 0.01)
+            held.append(time.thread_time() - busy_before)
             if count % 50 == 0:
                 resident.append(read_host().process_bytes or 0)
 
@@ -93,11 +95,12 @@ async def test_20000_tokens_at_400_a_second_never_hold_the_loop(daemon_of, open_
         assert chat.entries[-1].source == "".join(parts)
         assert chat.history.branch(chat.conversation.id)[-1].text == "".join(parts)
         lags.sort()
-        p99 = lags[int(0.99 * len(lags))]
+        held.sort()
+        p99, p99_held = (figures[int(0.99 * len(figures))] for figures in (lags, held))
         grown = resident[-1] - resident[len(resident) // 4]
         with capsys.disabled():
             print(f"\n{len(parts)} tokens in {seconds:.1f} s ({len(parts) / seconds:.0f}/s), loop lag p50 {lags[len(lags) // 2] * 1e3:.1f} ms, "
-                  f"p99 {p99 * 1e3:.1f} ms, most {lags[-1] * 1e3:.0f} ms, CPU {busy / seconds:.0%}, memory +{grown / 1e6:.1f} MB "
+                  f"p99 {p99 * 1e3:.1f} ms, most {lags[-1] * 1e3:.0f} ms, of that own work p99 {p99_held * 1e3:.1f} ms, CPU {busy / seconds:.0%}, memory +{grown / 1e6:.1f} MB "
                   f"after the first quarter, {chat.transcript.virtual_size.height} lines")
-        assert p99 < 0.1
+        assert p99_held < 0.1  # a busy machine adds to the lag, not to the work
         assert grown < 40e6

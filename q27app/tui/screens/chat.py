@@ -1,7 +1,7 @@
 """A conversation with the model: the list of conversations, the transcript, the prompt.
 
 One answer streams at a time, in a worker of its own: pieces go into an `Answer`, a timer moves what is new into the transcript
-(at most 1 / UPDATE_S times a second) and into the history. Leaving the screen doesn't stop it.
+(at most 1 / UPDATE_S times a second, and less often where drawing takes long) and into the history. Leaving the screen doesn't stop it.
 """
 
 from __future__ import annotations
@@ -219,11 +219,13 @@ class Chat(Orders):
 
     async def _tick(self, answer: Answer, entry: Entry, number: int, history: History) -> None:
         """Show what is new, and write it down."""
-        written_at = time.monotonic()
+        written_at, cost = time.monotonic(), 0.0
         while True:
-            await asyncio.sleep(UPDATE_S)
+            await asyncio.sleep(max(UPDATE_S, 4 * cost))
+            started = time.process_time()
             self._update(answer, self._entry_at(number) or entry)
             self.show_if_here()
+            cost = time.process_time() - started
             if time.monotonic() - written_at >= WRITE_INTERVAL_S:
                 try:
                     calls = [dict(call) for call in answer.calls]
@@ -310,11 +312,13 @@ class Chat(Orders):
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
         """Completes what a slash begins, as a hint under the transcript."""
         text = self.prompt.text
-        self.hint = ""
+        hint = ""
         if text.startswith("/") and "\n" not in text and " " not in text:
             near = [f"/{command.usage}" for command in commands.COMMANDS if command.name.startswith(text[1:])]
-            self.hint = "   ".join(near[:8])
-        self.prompt.border_subtitle = self.hint or None
+            hint = "   ".join(near[:8])
+        if hint != self.hint:
+            self.hint = hint
+            self.prompt.border_subtitle = hint or None
 
     def on_list_panel_opened(self, event: ListPanel.Opened) -> None:
         """Open a conversation."""

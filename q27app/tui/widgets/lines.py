@@ -85,6 +85,7 @@ class ListPanel(Widget, can_focus=True):
         self._header, self._draw, self._key, self._empty = header, draw, key, empty
         self._rows: list[Any] = []
         self._first = 0
+        self._place: str | None = None
         self._shown: tuple[Any, ...] = ()
         self.border_title = title or None
 
@@ -146,22 +147,28 @@ class ListPanel(Widget, can_focus=True):
         if not width or not height:
             return ()
         if not self._rows:
-            self.border_subtitle = None
-            return width, height, self.has_focus, [[(self._empty, "dim")]], None
+            return width, height, self.has_focus, [[(self._empty, "dim")]], None, None
         cursor = self._cursor() or 0
         room = max(1, height - 1)
         first = min(max(0, len(self._rows) - room), self._first)
         self._first = min(max(first, cursor - room + 1), cursor)
         rows = [self._draw(row, width) for row in self._rows[self._first : self._first + room]]
         place = f"{self._first + 1}-{self._first + len(rows)} of {len(self._rows)}"
-        self.border_subtitle = place if len(rows) < len(self._rows) else None
-        return width, height, self.has_focus, [self._header(width), *rows], cursor - self._first + 1
+        place = place if len(rows) < len(self._rows) else None
+        return width, height, self.has_focus, [self._header(width), *rows], cursor - self._first + 1, place
+
+    def _tell_place(self, place: str | None) -> None:
+        """Setting a subtitle draws the panel again, even if it is the same."""
+        if place != self._place:
+            self._place = self.border_subtitle = place
 
     def render(self) -> Content:
         self._shown = self._content_key()
         if not self._shown:
             return Content("")
-        width, height, has_focus, lines, cursor = self._shown
+        width, height, has_focus, lines, cursor, place = self._shown
+        if place != self._place:
+            self.call_later(self._tell_place, place)  # a border cannot change while it is being drawn
         return content_of(lines[:height], width, {cursor: "reverse"} if has_focus and cursor else None)
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from rich.style import Style
 from textual import events
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -76,6 +76,7 @@ class Transcript(ScrollView, can_focus=True):
         self._sections: list[Section] = []
         self._starts: list[int] = [0]
         self._has_work = False
+        self._base = Style()
 
     @property
     def sections(self) -> Sequence[Section]:
@@ -181,14 +182,19 @@ class Transcript(ScrollView, can_focus=True):
         place = y - self._starts[index] - section.gap
         return section.lines[place] if 0 <= place < len(section.lines) else None
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Lines of the view; the widget's own style is the same for all of them."""
+        self._base = self.rich_style
+        return super().render_lines(crop)
+
     def render_line(self, y: int) -> Strip:
         """A line of the view."""
-        width = self.scrollable_content_region.width
-        base = self.rich_style
+        width, base = self.scrollable_content_region.width, self._base
         row = int(self.scroll_offset.y) + y
         strip = self._line(row)
         if strip is None:
             return Strip.blank(width, base).apply_offsets(0, row)
+        strip = Strip(list(strip), strip.cell_length)  # a strip keeps what is made of it; this one goes with the frame
         strip = strip.apply_style(base).crop_extend(0, width, base)
         if (selection := self.text_selection) is not None and (span := selection.get_span(row)) is not None:
             strip = self._selected(strip, span, width)
