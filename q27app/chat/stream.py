@@ -1,10 +1,11 @@
 """Text of an answer, as it arrives -> typed deltas. One parser for streamed and whole answers.
 
-splitter.py finds the channels, tool_calls.py reads calls, stops.py ends the text. What this adds: only declared tools
-are called, values get their schema's types, and nothing half-written is ever a call.
+splitter.py finds the channels and bare calls, tool_calls.py and tool_repair.py read calls, stops.py ends the text.
+What this adds: only declared tools are called, values get their schema's types, and nothing half-written is ever a call.
 
     a wrapped body                                       becomes
-    one or more well-formed calls of offered tools       tool_start, tool_args, tool_end each
+    one or more calls of offered tools, also with a      tool_start, tool_args, tool_end each
+    known deviation (tool_repair.py)
     a call of another tool, or a second one where        text, as the model wrote it
     only one is allowed
     no call at all                                       text, as the model wrote it
@@ -12,33 +13,40 @@ are called, values get their schema's types, and nothing half-written is ever a 
     cut off by the end of the generation                 its whole calls; what was started is dropped and recorded,
                                                          prose that only mentioned the marker is text
 
+    a bare call                                          the same; one that a limit cuts is dropped and recorded
+
 Text that is only blanks, before or between calls and at the end, is not an answer and is dropped.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
 from q27app.chat.conversation import offered_tools
-from q27app.chat.splitter import Segment, Splitter
+from q27app.chat.splitter import Segment, Splitter, read_drifted_body
 from q27app.chat.stops import StopMatcher
 from q27app.chat.tool_body import CLOSE, OPEN
 from q27app.chat.tool_calls import FoundCall, parse_body, typed_arguments
+from q27app.chat.tool_repair import CLOSED, CUT, ENDED, required_of
 from q27app.chat.types import Delta, Tool, ToolCall, ToolChoice
 
 MAX_MISSED = 16
 MAX_MISSED_CHARS = 2048
+_CALL_STARTS = ("{", "<", "[")
+_MARKS = ("{", "<", '", "')
 
 
 class DeltaParser:
     """channel: where the answer starts ("reasoning" | "text" | "tool"). dialect: the template's, or "raw" for plain
     completions, where nothing but stop strings is looked for. make_id: names calls.
 
-    After `finish`: num_calls; missed: source texts of calls that could not be read (bounded); is_unfinished: the
-    generation ended inside a wrapper; stop_sequence: the stop string that ended the text.
+    num_calls; rescues: calls that were read by a known deviation, counted by its name (tool_repair.DRIFTS); missed:
+    source texts of calls that could not be read (bounded). After `finish`: is_unfinished: the generation ended inside a
+    call; stop_sequence: the stop string that ended the text.
     """
 
     def __init__(
@@ -54,16 +62,18 @@ class DeltaParser:
         choice = tool_choice or ToolChoice()
         self.num_calls = 0
         self.missed: list[str] = []
+        self.rescues: Counter[str] = Counter()
         self.is_unfinished = False
         self.dialect = dialect
         self._tools = {tool.name: tool for tool in offered_tools(tools, choice)}
         self._max_calls = None if choice.parallel else 1
-        self._splitter = Splitter(channel, bool(self._tools)) if dialect != "raw" else None
+        self._splitter = Splitter(channel, self._tools) if dialect != "raw" else None
         self._stops = StopMatcher(stop)
         self._blank: str | None = "" if dialect != "raw" else None
         numbers = count(1)
         self._make_id = make_id or (lambda: f"call_{next(numbers)}")
         self._reads_calls = reads_calls
+        self._is_cut = False
         self._deltas: list[Delta] = []
 
     @property
@@ -87,6 +97,7 @@ class DeltaParser:
         hold closers as content, so nothing of it is taken for the end of the call and shown."""
         if self._stops.found is not None:
             return []
+        self._is_cut = is_cut
         deltas = self._take(self._splitter.finish(is_cut)) if self._splitter else []
         self._flush_text()
         return deltas + self._drain()
@@ -110,11 +121,27 @@ class DeltaParser:
             elif segment.kind == "reasoning":
                 self._flush_text()
                 self._emit("reasoning", segment.text)
-            else:
+            elif segment.kind == "call":
                 self._flush_text()
                 if self._reads_calls:
                     self._body(segment)
+            else:
+                self._bare(segment)
         return self._drain()
+
+    def _bare(self, segment: Segment) -> None:
+        """What looked like a call outside a wrapper, or in one among other text."""
+        if segment.kind == "refused":
+            self._miss(segment.text)
+            self._text(segment.text)
+        elif segment.kind == "dropped":
+            self.is_unfinished = True
+            self._miss(segment.text)
+        elif segment.call is not None:
+            if self._reads_calls:
+                self._call(segment.call)
+            else:
+                self._flush_text()
 
     def _drain(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -150,25 +177,43 @@ class DeltaParser:
 
     def _body(self, segment: Segment) -> None:
         items = parse_body(segment.text, segment.is_closed)
-        if items is None:
-            self._no_call(segment)
+        calls = [item for item in items or () if isinstance(item, FoundCall)]
+        if not any(self._is_offered(call) for call in calls):
+            if not self._drifted(segment.text, segment.is_closed):
+                self._no_call(segment, bool(calls))
             return
-        calls = [item for item in items if isinstance(item, FoundCall)]
-        if segment.is_closed and not any(self._is_offered(call) for call in calls):
-            self._miss(segment.raw)
-            self._text(segment.raw)
-            return
-        for item in items:
+        for item in items or ():
             if isinstance(item, FoundCall):
                 self._call(item)
-            elif segment.is_closed:
-                self._text(item)
-            elif not _is_marker_rest(item):
-                self.is_unfinished = True
-                self._miss(item)
+            else:
+                self._beside(item, segment.is_closed)
 
-    def _no_call(self, segment: Segment) -> None:
-        """Nothing in the body can run."""
+    def _beside(self, text: str, is_closed: bool) -> None:
+        """What a wrapper holds beside its calls."""
+        if self._drifted(text, is_closed):
+            return
+        if is_closed or not (_is_marker_rest(text) or text.lstrip().startswith(_CALL_STARTS)):
+            self._text(text)
+        elif not _is_marker_rest(text):
+            self.is_unfinished = True
+            self._miss(text)
+
+    def _drifted(self, body: str, is_closed: bool) -> bool:
+        """Reads a body, or a part of it, by the known deviations. False if no call is in it."""
+        if not any(mark in body for mark in _MARKS):
+            return False
+        segments = read_drifted_body(body, self._tools, CLOSED if is_closed else CUT if self._is_cut else ENDED)
+        if not any(segment.call is not None and self._is_offered(segment.call) for segment in segments):
+            return False
+        for segment in segments:
+            if segment.kind != "text":
+                self._bare(segment)
+            elif segment.text.strip():
+                self._beside(segment.text, is_closed)
+        return True
+
+    def _no_call(self, segment: Segment, is_whole: bool) -> None:
+        """Nothing in the body can run. is_whole: it holds whole calls."""
         words = segment.text.replace(OPEN, "").replace(CLOSE, "")
         if not words.strip():
             if not segment.is_closed:
@@ -177,7 +222,7 @@ class DeltaParser:
         self._miss(segment.raw)
         if segment.is_closed:
             self._text(segment.raw)
-        elif _is_marker_rest(words) or words.lstrip().startswith(("{", "<", "[")):
+        elif not is_whole and (_is_marker_rest(words) or words.lstrip().startswith(_CALL_STARTS)):
             self.is_unfinished = True
         else:
             self._text(segment.raw)
@@ -186,8 +231,7 @@ class DeltaParser:
         tool = self._tools.get(call.name)
         if tool is None or (self._max_calls is not None and self.num_calls >= self._max_calls):
             return False
-        required = tool.parameters.get("required") if isinstance(tool.parameters, dict) else None
-        return call.has_arguments or not required
+        return call.has_arguments or not required_of(tool)
 
     def _call(self, found: FoundCall) -> None:
         if not self._is_offered(found):
@@ -202,6 +246,8 @@ class DeltaParser:
             text, arguments = clean, json.loads(clean)
         call_id = self._make_id()
         self.num_calls += 1
+        if found.drift:
+            self.rescues[found.drift] += 1
         self._deltas += [
             Delta("tool_start", call=ToolCall(call_id, found.name, {})),
             Delta("tool_args", text=text, call=ToolCall(call_id, found.name, {})),

@@ -3,7 +3,7 @@
     json   {"name": "N", "arguments": {..}}, also several in a row; arguments may be absent, or a string of JSON
     xml    <function=N> with <parameter=K> blocks </function>, also several in a row
 
-A body that is none of these gives None. tool_repair (the table of known deviations) takes over there.
+A body that is none of these gives None. bare_calls.py, with tool_repair.py's known deviations, takes over there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ MAX_DEPTH = 256
 
 @dataclass(frozen=True)
 class FoundCall:
-    """A call in a body. raw: its source text. is_typed: False if all arguments are strings as written (xml)."""
+    """A call in a body. raw: its source text. is_typed: False if all arguments are strings as written (xml).
+
+    drift: the deviation (tool_repair.py) that it was read by, "" for a well-formed one in its wrapper.
+    """
 
     name: str
     arguments: dict[str, Any]
     raw: str
     is_typed: bool = True
     has_arguments: bool = True
+    drift: str = ""
 
 
 def parse_body(body: str, is_closed: bool = True) -> list[FoundCall | str] | None:
@@ -52,19 +56,25 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_LOOSE_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, strict=False)
 
 
-def parse_json(text: str) -> Any:
-    """A JSON value within bounds. Raises ValueError for anything else."""
-    value, end = _decode(text, len(text) - len(text.lstrip(" \t\r\n")))
+def parse_json(text: str, strict: bool = True) -> Any:
+    """A JSON value within bounds. strict: no control characters in strings. Raises ValueError for anything else."""
+    value, end = _decode(text, len(text) - len(text.lstrip(" \t\r\n")), _DECODER if strict else _LOOSE_DECODER)
     if text[end:].strip():
         raise ValueError("text after the value")
     return value
 
 
-def _decode(text: str, start: int) -> tuple[Any, int]:
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """(value, its end) at `start`; line breaks in strings are read. Raises ValueError."""
+    return _decode(text, start, _LOOSE_DECODER)
+
+
+def _decode(text: str, start: int, decoder: json.JSONDecoder = _DECODER) -> tuple[Any, int]:
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = decoder.raw_decode(text, start)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if _depth_over(value, MAX_DEPTH):
@@ -134,7 +144,7 @@ def parse_xml_calls(body: str, is_closed: bool = True) -> list[FoundCall | str] 
             break
         if body[position : function.start].strip():
             found.append(body[position : function.start])
-        arguments = {key.strip(): _value(body[start:end]) for key, start, end in function.values}
+        arguments = {key.strip(): unwrapped_value(body[start:end]) for key, start, end in function.values}
         raw = body[function.start : function.end]
         found.append(FoundCall(function.name.strip(), arguments, raw, is_typed=False))
         position = function.end
@@ -145,7 +155,7 @@ def parse_xml_calls(body: str, is_closed: bool = True) -> list[FoundCall | str] 
     return found
 
 
-def _value(text: str) -> str:
+def unwrapped_value(text: str) -> str:
     """A value without the line break after its opener and the one before its closer."""
     if text.startswith("\r\n"):
         text = text[2:]

@@ -179,8 +179,6 @@ REFUSED = {
     "deep": '<tool_call>{"name":"Shell","arguments":{"cmd":' + "[" * 300 + "]" * 300 + "}}</tool_call>",
     "deeper": '<tool_call>{"name":"Shell","arguments":{"cmd":' + "[" * 20_000 + "]" * 20_000 + "}}</tool_call>",
     "half JSON": '<tool_call>{"name":"Shell","arguments":{"cmd":"x"}</tool_call>',
-    "value without its end": "<tool_call>\n<function=Shell>\n<parameter=cmd>\nls\n</function>\n</tool_call>",
-    "function without its end": "<tool_call>\n<function=Shell>\n<parameter=cmd>\nls\n</parameter>\n</tool_call>",
     "text in the function": '<tool_call>\n<function=Shell>\n{"cmd": 1}\n</function>\n</tool_call>',
 }
 
@@ -275,9 +273,9 @@ def test_text_is_not_held_longer_than_it_must():
     parser = DeltaParser(TOOLS)
     shown = [
         "".join(delta.text for delta in parser.feed(piece))
-        for piece in ["a <", "b", "<tool", "box", " {", '"name"', "\n"]
+        for piece in ["a <", "b", "<tool", "box", " {", '"name"', ': "Al', "\n"]
     ]
-    assert shown == ["a ", "<b", "", "<toolbox", " {", '"name"', "\n"]
+    assert shown == ["a ", "<b", "", "<toolbox", " ", "", '{"name": "Al', "\n"]
 
 
 @pytest.mark.parametrize(
