@@ -8,6 +8,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
 
     cli               commands and exit codes; may import anything, inside functions
       cli_run           serve, demo
+      cli_launch        launch
       cli_generate      generate, tokens
       cli_weights       convert, inspect, synth
       cli_config        config, list, version

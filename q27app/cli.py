@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("q27app.cli_run:demo", "Ask the bundled model something, to see that everything works."),
     "status": ("q27app.cli_tui:status", "Show what the daemon does."),
     "chat": ("q27app.cli_tui:chat", "Ask the daemon's model something."),
+    "launch": ("q27app.cli_launch:launch", "Start a coding client on the daemon's model."),
     "generate": ("q27app.cli_generate:generate", "Continue a prompt once, without a daemon."),
     "tokens": ("q27app.cli_generate:tokens", "Turn text into token ids and back."),
     "convert": ("q27app.cli_weights:convert", "Convert a Hugging Face folder or a GGUF file to .q27."),

@@ -81,6 +81,10 @@ class Client:
         """Names of the served models."""
         return [entry["id"] for entry in (await self._object("GET", "/v1/models"))["data"]]
 
+    async def catalogue(self) -> dict[str, Any]:
+        """The whole of /v1/models: `data`, and `models` as Codex' catalogue describes them."""
+        return await self._object("GET", "/v1/models")
+
     async def load(self, wait: bool = True) -> dict[str, Any]:
         """Load the model."""
         return await self._object("POST", "/admin/load", {"wait": wait}, is_patient=True)
