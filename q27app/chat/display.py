@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from q27app.chat.display_inline import InlineContext
 
 _PREFIX_CHARS = 256
-_FENCE_OPEN = re.compile(r"(?P<prefix>[ \t]*(?:(?:>|[-+*][ \t]|\d{1,9}[.)][ \t])[ \t]*)*)(?P<run>`{3,}|~{3,})(?P<info>.*)")
+_FENCE_OPEN = re.compile(
+    r"(?P<prefix>[ \t]*(?:(?:>|[-+*][ \t]|\d{1,9}[.)][ \t])[ \t]*)*)(?P<run>`{3,}|~{3,})(?P<info>.*)"
+)
 _FENCE_CLOSE = re.compile(r"(?P<prefix>[ \t]*(?:>[ \t]*)*)(?P<run>`{3,}|~{3,})[ \t\r]*$")
 _LIST = re.compile(r"[ \t]*(?:[-+*]|\d{1,9}[.)])(?:[ \t]+|$)")
 _QUOTE_OR_LIST = re.compile(r"[ \t]*(?:>|[-+*][ \t]|\d{1,9}[.)][ \t])")
@@ -33,7 +35,7 @@ _DEFINITION = re.compile(r" {0,3}\[[^\[\]\n]{1,200}\]:")
 
 @dataclass(frozen=True)
 class Fence:
-    """run: its opener's characters. column: where it begins. content: where its list's content begins, 0 without one."""
+    """run: its opener's characters. column: where it begins. content: where its list's content begins, or 0."""
 
     run: str
     column: int

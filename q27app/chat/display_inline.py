@@ -18,16 +18,24 @@ from __future__ import annotations
 import re
 
 BLOCK_ELEMENTS = frozenset(
-    "address article aside blockquote body center dd details dialog dir div dl dt fieldset figcaption figure footer form h1 h2 h3 "
-    "h4 h5 h6 head header html iframe legend li main menu nav noframes ol optgroup option p pre script search section style "
-    "summary table tbody td textarea tfoot th thead title tr ul".split()
+    (
+        "address article aside blockquote body center dd details dialog dir div dl dt fieldset figcaption figure "
+        "footer form h1 h2 h3 h4 h5 h6 head header html iframe legend li main menu nav noframes ol optgroup option p pre "
+        "script search section style summary table tbody td textarea tfoot th thead title tr ul"
+    ).split()
 )
 INLINE_ELEMENTS = frozenset(
-    "a abbr acronym audio b bdi bdo big button canvas caption cite code colgroup data datalist del dfn em font i ins kbd label map "
-    "mark meter noscript object picture progress q rp rt ruby s samp select slot small span strike strong sub sup svg template "
-    "time tt u var video".split()
+    (
+        "a abbr acronym audio b bdi bdo big button canvas caption cite code colgroup data datalist del dfn em font i "
+        "ins kbd label map mark meter noscript object picture progress q rp rt ruby s samp select slot small span "
+        "strike strong sub sup svg template time tt u var video"
+    ).split()
 )
-VOID_ELEMENTS = frozenset("area base basefont bgsound br col embed frame hr img input keygen link meta param source track wbr".split())
+VOID_ELEMENTS = frozenset(
+    (
+        "area base basefont bgsound br col embed frame hr img input keygen link meta param source track wbr"
+    ).split()
+)
 RESULT_ELEMENTS = frozenset(["result", "output"])
 _ELEMENTS = BLOCK_ELEMENTS | INLINE_ELEMENTS | VOID_ELEMENTS | RESULT_ELEMENTS
 
@@ -69,7 +77,8 @@ class InlineContext:
     def is_open(self) -> bool:
         """True inside any construct. A run of backticks before this position is complete."""
         self.end_run()
-        return bool(self._code or self._stack or self._element) or self._mode in ("string", "link", "tag", "comment", "cdata")
+        is_inside = self._mode in ("string", "link", "tag", "comment", "cdata")
+        return is_inside or bool(self._code or self._stack or self._element)
 
     @property
     def is_in_block(self) -> bool:

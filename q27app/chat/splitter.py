@@ -37,7 +37,8 @@ MAX_NO_HEAD = 8
 BARE_WORDS = ("<function", "<parameter", "<tool_name>", "<tool_calls>", "<tool>", "<name>", "<name=")
 _JSON_START = r'\{(?=\s{0,64}(?:\Z|"(?:\Z|[naft])))'
 _RESIDUE = re.compile(r"\s*</(?:parameter|function|tool_calls?|tool|tool_name|name)>")
-_RESIDUE_WORDS = tuple(f"</{word}>" for word in ("parameter", "function", "tool_call", "tool_calls", "tool", "tool_name", "name"))
+_RESIDUE_NAMES = ("parameter", "function", "tool_call", "tool_calls", "tool", "tool_name", "name")
+_RESIDUE_WORDS = tuple(f"</{name}>" for name in _RESIDUE_NAMES)
 MAX_RESIDUE_BLANKS = 256
 _WORD_START = re.compile(r"\b\w")
 _NAME = re.compile(r"\w[^\s\"]{0,255}")

@@ -1,7 +1,7 @@
 """Text of an answer, as it arrives -> typed deltas. One parser for streamed and whole answers.
 
 splitter.py finds the channels and bare calls, tool_calls.py and tool_repair.py read calls, stops.py ends the text.
-What this adds: only declared tools are called, values get their schema's types, and nothing half-written is ever a call.
+What this adds: only declared tools are called, values get their schema's types, nothing half-written is ever a call.
 
     a wrapped body                                       becomes
     one or more calls of offered tools, also with a      tool_start, tool_args, tool_end each

@@ -98,10 +98,10 @@ class BodyScanner:
 
     def _choose_kind(self) -> bool:
         head = self._window.lstrip()
-        if not head or (head == self._window[0] == "<"):
-            blank = len(self._window) - len(head)
-            self._note_gap(self._window[:blank])
-            self._advance(blank)
+        blank = len(self._window) - len(head)
+        self._note_gap(self._window[:blank])
+        self._advance(blank)
+        if not head:
             return False
         if head[0] == "{":
             self.kind = "json"

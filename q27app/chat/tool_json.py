@@ -142,7 +142,8 @@ def _after_name(cursor: _Cursor, name: str, drift: str) -> JsonHead | None:
     if char == '"':
         start = cursor.at
         if cursor.takes('"arguments>'):
-            return JsonHead("call", cursor.at, f'{prefix}, "arguments": ', 1, name, "tag_key") if cursor.peek() == "{" else None
+            is_object = cursor.peek() == "{"
+            return JsonHead("call", cursor.at, f'{prefix}, "arguments": ', 1, name, "tag_key") if is_object else None
         return JsonHead("call", start, prefix + ", ", 1, name, drift)
     if cursor.takes('arguments"'):
         return JsonHead("call", cursor.at, f'{prefix}, "arguments"', 1, name, "unquoted_key")

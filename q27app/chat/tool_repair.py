@@ -47,13 +47,31 @@ class Drift:
 DRIFTS: dict[str, Drift] = {
     drift.name: drift
     for drift in (
-        Drift("bare_json", '{"name": "Shell", "arguments": {"cmd": "ls"}}', "the wrapper is missing: read as it stands"),
-        Drift("cut_json", '{"name": "Shell", "arguments": {"cmd": "ls', "string and braces are closed, at the answer's end"),
-        Drift("content_tags", '{"name": "Shell", "arguments": {"cmd": <content>a "b"</content>}}', "the value is quoted"),
-        Drift("keyed_wrapper", '{"tool_call": {"name": "Shell", "arguments": {"cmd": "ls"}}', "the inner object is the call"),
-        Drift("raw_controls", '{"name": "Shell", "arguments": {"cmd": "a\nb"}}', "line breaks and tabs in strings are read"),
+        Drift(
+            "bare_json", '{"name": "Shell", "arguments": {"cmd": "ls"}}',
+            "the wrapper is missing: read as it stands",
+        ),
+        Drift(
+            "cut_json", '{"name": "Shell", "arguments": {"cmd": "ls',
+            "string and braces are closed, at the answer's end",
+        ),
+        Drift(
+            "content_tags", '{"name": "Shell", "arguments": {"cmd": <content>a "b"</content>}}',
+            "the value is quoted",
+        ),
+        Drift(
+            "keyed_wrapper", '{"tool_call": {"name": "Shell", "arguments": {"cmd": "ls"}}',
+            "the inner object is the call",
+        ),
+        Drift(
+            "raw_controls", '{"name": "Shell", "arguments": {"cmd": "a\nb"}}',
+            "line breaks and tabs in strings are read",
+        ),
         Drift("no_name", '{"name": {"cmd": "ls"}}', "the tool is told by its keys"),
-        Drift("no_name_shelled", '{"name": {"arguments": {"cmd": "ls"}}}', "shells are peeled, the tool is told by its keys"),
+        Drift(
+            "no_name_shelled", '{"name": {"arguments": {"cmd": "ls"}}}',
+            "shells are peeled, the tool is told by its keys",
+        ),
         Drift("alias_key", '{"function": "Shell", "arguments": {"cmd": "ls"}}', "the other key is the name"),
         Drift("flat", '{"name": "Shell", "cmd": "ls"}', "the other keys are the arguments"),
         Drift("unquoted_key", '{"name": "Shell", arguments": {"cmd": "ls"}}', "the quote is put in"),
@@ -64,17 +82,32 @@ DRIFTS: dict[str, Drift] = {
         Drift("xml_closers", '{"name": "Shell", "arguments": {"cmd": "ls"}\n</function>', "the braces are put in"),
         Drift("tool_name", "<tool_name>Shell</tool_name>\n<parameter=cmd>ls</parameter>", "the tag is the name"),
         Drift("pseudo_tag", '<name>Shell, "arguments": {"cmd":"ls"}}', "the head is put back"),
-        Drift("json_in_function", '<function>{"name": "Shell", "arguments": {"cmd": "ls"}}</function>', "the object is the call"),
+        Drift(
+            "json_in_function", '<function>{"name": "Shell", "arguments": {"cmd": "ls"}}</function>',
+            "the object is the call",
+        ),
         Drift("bare_function", "<function=Shell>\n<parameter=cmd>\nls\n</parameter>\n</function>", "read as it stands"),
         Drift("json_head", '{"name": "Shell",\n<parameter=cmd>\nls\n</parameter>', "the object is the head"),
         Drift("name_tag", "<name>Shell\n<parameter=cmd>\nls\n</parameter>\n</function>", "the tag is the head"),
-        Drift("spelling", '<function name="Shell"><parameter name="cmd">ls</parameter></function>', "attributes are read"),
-        Drift("nameless", "<tool_name>\n<parameter=cmd>\nls\n</parameter>\n</function>", "the tool is told by its keys"),
+        Drift(
+            "spelling", '<function name="Shell"><parameter name="cmd">ls</parameter></function>',
+            "attributes are read",
+        ),
+        Drift(
+            "nameless", "<tool_name>\n<parameter=cmd>\nls\n</parameter>\n</function>",
+            "the tool is told by its keys",
+        ),
         Drift("no_opener", "<parameter=cmd>\nls\n</parameter>\n</function>", "the tool is told by its keys"),
         Drift("fused_head", '{"function=Shell>\n<parameter=cmd>\nls\n</parameter>\n</function>', "the name is read"),
-        Drift("name_parameter", "<parameter=Shell>\n<parameter=cmd>\nls\n</parameter>\n</function>", "the first tag is the name"),
+        Drift(
+            "name_parameter", "<parameter=Shell>\n<parameter=cmd>\nls\n</parameter>\n</function>",
+            "the first tag is the name",
+        ),
         Drift("open_value", "<function=Shell>\n<parameter=cmd>\nls\n</function>", "the value ends with the function"),
-        Drift("open_function", "<function=Shell>\n<parameter=cmd>\nls\n</parameter>", "the function ends with the wrapper"),
+        Drift(
+            "open_function", "<function=Shell>\n<parameter=cmd>\nls\n</parameter>",
+            "the function ends with the wrapper",
+        ),
     )
 }
 

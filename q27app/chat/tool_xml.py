@@ -31,7 +31,8 @@ _PROPER = re.compile(r"<function=[^<>\n\"'\s]+>")
 _PSEUDO_JSON = re.compile(r"""<name(?:>|=)\s*"?([^"<>,\n]{1,256})"?\s*,\s*"arguments"\s*:\s*(?=\{)""")
 _PSEUDO_START = re.compile(r"""<name(?:>|=)\s*"?[^"<>,\n]{0,256}"?\s*(?:,[^<>{]{0,64})?""")
 _TAG = re.compile(
-    r"<(?P<close>/)?(?P<word>tool_calls?|tools?|tool_name|function|parameter|name|result|output)(?P<rest>[\s=][^<>\n]{0,256})?>|\n"
+    r"<(?P<close>/)?(?P<word>tool_calls?|tools?|tool_name|function|parameter|name|result|output)"
+    r"(?:[\s=][^<>\n]{0,256})?>|\n"
 )
 _TAG_START = re.compile(r"</?[a-z_]{0,10}(?:[\s=][^<>\n]{0,256})?")
 _PARTIAL_CLOSER = re.compile(r"</?[a-z_]*\s*\Z")
@@ -73,7 +74,8 @@ def xml_head(text: str, tools: Mapping[str, Tool], is_line_start: bool) -> XmlHe
         return _tool_name_head(text, after, tools)
     function = _FUNCTION.fullmatch(tag)
     if function:
-        return _function_head(text, after, function[1], "bare_function" if _PROPER.fullmatch(tag) else "spelling", tools)
+        drift = "bare_function" if _PROPER.fullmatch(tag) else "spelling"
+        return _function_head(text, after, function[1], drift, tools)
     if _PARAMETER.fullmatch(tag) and (is_line_start or at):
         return XmlHead("parameter", at, drift="no_opener")
     return None
@@ -111,10 +113,10 @@ def _tool_name_head(text: str, at: int, tools: Mapping[str, Tool]) -> XmlHead | 
     if end < 0:
         raise NeedsMore
     written = text[at:end].strip()
-    for closer in ("</tool_name>",):
-        if closer.startswith(text[end : end + len(closer)]) and len(text) - end < len(closer):
-            raise NeedsMore
-        end += len(closer) if text.startswith(closer, end) else 0
+    closer = "</tool_name>"
+    if len(text) - end < len(closer) and closer.startswith(text[end:]):
+        raise NeedsMore
+    end += len(closer) if text.startswith(closer, end) else 0
     if not written:
         return XmlHead("tool_name", end, drift="nameless")
     name = declared_name(written, tools)
@@ -125,7 +127,8 @@ def _name_head(text: str, at: int, tools: Mapping[str, Tool]) -> XmlHead | JsonH
     pseudo = _PSEUDO_JSON.match(text, at)
     if pseudo:
         name = declared_name(pseudo[1], tools)
-        return JsonHead("call", pseudo.end(), f'{{"name": "{name}", "arguments": ', 1, name, "pseudo_tag") if name else None
+        prefix = f'{{"name": "{name}", "arguments": '
+        return JsonHead("call", pseudo.end(), prefix, 1, name, "pseudo_tag") if name else None
     if _PSEUDO_START.fullmatch(text, at):
         raise NeedsMore
     if not text.startswith("<name>", at):
@@ -185,7 +188,8 @@ class XmlUnit:
         for match in _TAG.finditer(self._window):
             if self.base + match.end() > self._max:
                 break
-            if self._gap(position, match.start()) or self._tag(match, self.base + match.start(), self.base + match.end()):
+            start, end = self.base + match.start(), self.base + match.end()
+            if self._gap(position, match.start()) or self._tag(match, start, end):
                 return
             position = match.end()
         if self.base + len(self._window) >= self._max:
@@ -253,7 +257,8 @@ class XmlUnit:
 
     def _in_value(self, word: str, is_close: bool, tag: str, start: int, end: int) -> bool:
         is_first = self.head.kind == "parameter" and not self.values and self.lead is None
-        if word == "parameter" and not is_close and is_first and self._gap_blank and self._last.startswith("<parameter"):
+        is_first = is_first and self._gap_blank and self._last.startswith("<parameter")
+        if word == "parameter" and not is_close and is_first:
             self.lead, self.phase = self.open[0], "head"
             return self._outside(word, is_close, tag, start, end)
         if word == "tool_call":
@@ -386,10 +391,7 @@ def _object(text: str) -> dict[str, object] | None:
     for _ in range(5):
         try:
             value = parse_json(text, strict=False)
+            return value if isinstance(value, dict) else None
         except ValueError:
-            if not text.endswith("}"):
-                return None
-            text = text[:-1].rstrip()
-            continue
-        return value if isinstance(value, dict) else None
+            text = text.removesuffix("}").rstrip()
     return None
