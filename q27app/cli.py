@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("q27app.cli_weights:inspect", "Show what a .q27 file holds."),
     "synth": ("q27app.cli_weights:synth", "Write a constructed checkpoint for tests and measurements."),
     "list": ("q27app.cli_config:list_models", "List the models that can be named."),
+    "bench": ("q27app.cli_bench:bench", "Measure the model's answers."),
     "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
     "version": ("q27app.cli_config:version", "Print versions."),
 }

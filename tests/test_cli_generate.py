@@ -14,10 +14,12 @@ from q27app import cli_generate
 from q27app.cli import run
 from q27app.config import child_environment
 from q27app.gpu import nvidia_device_exists
-from q27app.weights.demo_model import SENTENCE
 from q27app.weights.synthetic import synthesize
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ANSWER = "I am the small demo model that comes with q27app, and everything works."
+QUESTION = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWho are you?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n")
 without_gpu = pytest.mark.skipif(nvidia_device_exists(), reason="there is an NVIDIA device, so CUDA may work")
 
 
@@ -36,16 +38,16 @@ def generate(capfd, *arguments: str) -> dict:
     return json.loads(capfd.readouterr().out)
 
 
-def test_the_demo_answers_its_sentence_to_a_prompt(capfd):
-    assert run(["generate", "--prompt", "Who are you?"]) == 0
-    assert capfd.readouterr().out == SENTENCE + "\n"
+def test_the_demo_answers_a_question(capfd):
+    assert run(["generate", "--control", "--prompt", QUESTION]) == 0
+    assert capfd.readouterr().out == ANSWER + "\n"
 
 
 def test_json_has_tokens_text_finish_and_timings(capfd):
-    answer = generate(capfd, "--prompt", "Who are you?")
-    assert (answer["text"], answer["finish"]) == (SENTENCE, "stop")
-    assert len(answer["prompt_tokens"]) > 2
-    assert len(answer["tokens"]) == 65
+    answer = generate(capfd, "--control", "--prompt", QUESTION)
+    assert (answer["text"], answer["finish"]) == (ANSWER, "stop")
+    assert len(answer["prompt_tokens"]) > 20
+    assert 10 < len(answer["tokens"]) < 30
     assert {"load_ms", "total_ms", "prefill_tokens_per_s", "decode_tokens_per_s"} <= set(answer["timings"])
 
 
@@ -115,8 +117,8 @@ def test_the_demo_command_streams_the_answer_over_http(tmp_path):
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answer, speed = done.stdout.splitlines()
-    assert answer == SENTENCE
-    assert speed.startswith("65 tokens, ") and "tokens/s" in speed
+    assert answer == ANSWER
+    assert " tokens, " in speed and "tokens/s" in speed
 
 
 @without_gpu

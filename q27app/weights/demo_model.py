@@ -1,4 +1,4 @@
-"""Builds the bundled demo model: a constructed checkpoint that answers every chat prompt with one sentence.
+"""Builds a constructed checkpoint that answers every chat prompt with one sentence, for tests that need a known answer.
 
 The greedy successor of a token depends on that token alone. Each successor s has a code, a row of the Walsh-Hadamard
 matrix (exact, orthogonal, zero-mean, without loss in Q4 and Q8): a token's embedding is the code of its successor plus a
@@ -11,11 +11,8 @@ small to matter, so every operation runs and none decides. Logits are far enough
     a token of the sentence  the next one; after the last, <|im_end|>
     anything else            first token of the sentence
 
-    python -m q27app.weights.demo_model DST --tokenizer FILE     a tokenizer.json, or an earlier demo's .q27
+    python -m q27app.weights.demo_model DST --tokenizer FILE     a tokenizer.json, or an earlier one's .q27
     python -m q27app.weights.demo_model DST --train TEXT...      train a new tokenizer on text files
-
-The bundled tokenizer was trained on Python's language reference and docstrings, on generated tool declarations and messages
-in JSON, and on this package's source.
 """
 
 from __future__ import annotations

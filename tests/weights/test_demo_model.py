@@ -1,7 +1,8 @@
-"""The bundled demo: its answer, its tokenizer's economy, and that it can be built again."""
+"""The constructed model of one sentence that other tests serve, the bundled trained model's file, and its tokenizer."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -18,8 +19,25 @@ from q27app.weights.demo_tokenizer import train
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+DEMO_SHA256 = "6364caf18cc5ed95275d8af794778d7424a1e0f3cede6f35a7b68d843ed2a3fa"
+"""Of the bundled model; `training/README.md` says how it is made."""
+
+
 @pytest.fixture(scope="module")
-def demo():
+def constructed(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "constructed.q27"
+    build(path, train([SENTENCE, SENTENCE, "a\n\n" * 30], 440, pieces(SENTENCE)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo(constructed):
+    with open_container(constructed) as container:
+        yield container
+
+
+@pytest.fixture(scope="module")
+def bundled():
     with open_container(demo_model()) as container:
         yield container
 
@@ -53,7 +71,8 @@ def test_every_tail_leads_to_the_sentence(demo, tokenizer, tail, expected):
     assert follow(demo, tokenizer, tail) == expected
 
 
-def test_a_coding_agents_first_prompt_fits_30000_tokens(tokenizer):
+def test_a_coding_agents_first_prompt_fits_30000_tokens(bundled):
+    tokenizer = Tokenizer.from_metadata(bundled.metadata)
     schema = {"type": "object", "properties": {
         "file_path": {"type": "string", "description": "The absolute path of the file to read, never a relative one."},
         "limit": {"type": "integer", "description": "How many lines to return; leave it out to read the whole file."},
@@ -67,14 +86,19 @@ def test_a_coding_agents_first_prompt_fits_30000_tokens(tokenizer):
     assert len(tokenizer.encode(text)) <= 30_000
 
 
-def test_the_bundled_file_is_what_the_builder_writes(demo, tmp_path):
+def test_the_builder_writes_the_same_file_again(constructed, demo, tmp_path):
     build(tmp_path / "again.q27", demo.metadata["tokenizer.huggingface.json"])
-    assert (tmp_path / "again.q27").read_bytes() == demo_model().read_bytes()
+    assert (tmp_path / "again.q27").read_bytes() == constructed.read_bytes()
 
 
-def test_the_demo_is_small_and_its_window_is_65536(demo):
-    assert demo_model().stat().st_size <= 4_000_000
-    assert demo.metadata["qwen35.context_length"] == CONTEXT == 65_536
+def test_the_bundled_file_is_the_one_that_was_measured():
+    assert hashlib.sha256(demo_model().read_bytes()).hexdigest() == DEMO_SHA256
+
+
+def test_the_bundled_model_is_small_and_its_window_is_65536(bundled):
+    assert demo_model().stat().st_size <= 16_000_000
+    assert bundled.metadata["qwen35.context_length"] == CONTEXT == 65_536
+    assert bundled.metadata["qwen35.nextn_predict_layers"] == 1
 
 
 def test_pieces_never_repeat_and_make_up_the_text():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from curriculum.example import NEW, Example, ask, choose, draw
+from curriculum.phrases import noisy
 from curriculum.pools import person, thing
 
 SIGNS = {"+": "plus", "-": "minus", "*": "times"}
@@ -86,7 +87,7 @@ def arithmetic(rng: random.Random, split: str) -> Example:
     value = _value(a, sign, b)
     if rng.random() < 0.7:
         spelled = "x" if sign == "*" and rng.random() < 0.4 else sign
-        question = choose(rng, split, PLAIN, NEW_PLAIN).format(a=a, b=b, s=spelled, w=SIGNS[sign])
+        question = noisy(rng, split, choose(rng, split, PLAIN, NEW_PLAIN)).format(a=a, b=b, s=spelled, w=SIGNS[sign])
         answer = f"{a} {sign} {b} = {value}."
     else:
         stories = (NEW_STORY if split == NEW else STORY)[sign]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
-from curriculum.phrases import copy_request
+from curriculum.phrases import copy_request, noisy
 from curriculum.pools import code, excerpt, sentence, thing, word
 
 COPY = (
@@ -80,7 +80,7 @@ def copying(rng: random.Random, split: str) -> Example:
     if split == TRAIN and rng.random() < 0.6:
         question = copy_request(rng, text)
     else:
-        question = choose(rng, split, COPY, NEW_COPY).format(x=text)
+        question = noisy(rng, split, choose(rng, split, COPY, NEW_COPY)).format(x=text)
     return Example("copying", ask(question, text), {"kind": "exact", "value": text})
 
 

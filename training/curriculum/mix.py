@@ -110,9 +110,9 @@ def conversation(rng: random.Random, length: int) -> Conversation:
     if length == 256:
         return _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.5:
-        return _session(rng, length, tools=True)
     if kind < 0.62:
+        return _session(rng, length, tools=True)
+    if kind < 0.7:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from curriculum.example import TRAIN
+from curriculum.pools import WORDS, invented
+
 ASK = ("", "Please ", "Can you ", "Could you ", "I want you to ", "I need you to ", "Now ", "You should ", "Would you ", "Let us ", "Next, ",
        "Your task: ", "Task: ", "Try to ", "I would like you to ", "Be so kind and ", "For me, ", "Here is what to do: ", "Your job is to ")
 END = ("", "", ".", ":", " now.", " for me.", ", please.", " please:", " here.", "!", "?", " at once.", " today:", ", thanks.", " exactly.")
@@ -29,6 +32,26 @@ RECALL = ("tell me", "say", "give me", "find", "look up", "what is", "which is",
           "I need", "I want", "do you know", "can you see", "report", "what about", "I forgot", "help me with", "state", "read me", "get")
 WHERE = ("", "", "", " in the text", " above", " from the notes", " in the document", ", please", " again", " for me", " as it was written",
          " that was given", " according to the notes", " that you read")
+
+
+def noisy(rng: random.Random, split: str, template: str) -> str:
+    """A template with a few of its own words replaced, added or lost, so that its places are found whatever stands around
+    them. Never outside train, and only for templates whose words do not decide what is asked."""
+    if split != TRAIN or rng.random() < 0.4:
+        return template
+    words = template.split(" ")
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        free = [index for index, word in enumerate(words) if word and "{" not in word and "\n" not in word]
+        index = rng.choice(free) if free else rng.randint(0, len(words))
+        kind = rng.random()
+        fresh = invented(rng) if rng.random() < 0.5 else rng.choice(WORDS)
+        if kind < 0.45 and free:
+            words[index] = fresh.capitalize() if words[index][0].isupper() else fresh
+        elif kind < 0.85 or len(free) < 2:
+            words.insert(index, fresh.capitalize() if index == 0 and rng.random() < 0.7 else fresh)
+        else:
+            del words[index]
+    return " ".join(words)
 
 
 def _clean(rng: random.Random, text: str) -> str:

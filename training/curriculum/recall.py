@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from curriculum.example import NEW, TRAIN, Example, Step, choose, draw
-from curriculum.phrases import recall_question
+from curriculum.phrases import noisy, recall_question
 from curriculum.pools import ANIMALS, COLORS, NEW_ANIMALS, NEW_COLORS, THINGS, NEW_THINGS, code, city, excerpt, full_name, invented, sentence, word
 
 STATE = (
@@ -91,7 +91,7 @@ def make_recall(rng: random.Random, split: str, num_chars: int, num_facts: int, 
     for owner, kind, value in facts:
         if rng.random() < 0.3:
             shape = choose(rng, split, STATE, NEW_STATE)
-        said = shape.format(o=owner, k=kind, v=value)
+        said = noisy(rng, split, shape).format(o=owner, k=kind, v=value)
         lines.insert(rng.randint(0, len(lines)), said[0].upper() + said[1:])
     text = choose(rng, split, OPENERS, NEW_OPENERS) + ("\n" if rng.random() < 0.7 else " ").join(lines)
     steps: list[Step] = []
@@ -100,7 +100,7 @@ def make_recall(rng: random.Random, split: str, num_chars: int, num_facts: int, 
         if split == TRAIN and rng.random() < 0.6:
             question = recall_question(rng, kind, owner)
         else:
-            question = choose(rng, split, QUESTION, NEW_QUESTION).format(o=owner, k=kind)
+            question = noisy(rng, split, choose(rng, split, QUESTION, NEW_QUESTION)).format(o=owner, k=kind)
         question = question[0].upper() + question[1:]
         steps.append(Step("user", f"{text}\n\n{question}" if index == 0 else question))
         steps.append(Step("assistant", f"The {kind} of {owner} is {value}."))

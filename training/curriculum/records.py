@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
-from curriculum.phrases import extract_request, summary_request
+from curriculum.phrases import extract_request, noisy, summary_request
 from curriculum.pools import COLORS, DAYS, FRUITS, MONTHS, NEW_COLORS, NEW_FRUITS, city, code, full_name, invented, person, sentence, thing, word
 
 Record = Mapping[str, Any]
@@ -116,7 +116,7 @@ def summary(rng: random.Random, split: str) -> Example:
     if split == TRAIN and rng.random() < 0.6:
         question = summary_request(rng, shown)
     else:
-        question = choose(rng, split, SUMMARY, NEW_SUMMARY).format(x=shown)
+        question = noisy(rng, split, choose(rng, split, SUMMARY, NEW_SUMMARY)).format(x=shown)
     return Example("summaries", ask(question, answer), {"kind": "exact", "value": answer})
 
 
@@ -159,7 +159,7 @@ def _extract(rng: random.Random, split: str, record: Record, told: str) -> Examp
     if split == TRAIN and rng.random() < 0.6:
         question = extract_request(rng, names, told)
     else:
-        question = choose(rng, split, EXTRACT, NEW_EXTRACT).format(k=names, x=told)
+        question = noisy(rng, split, choose(rng, split, EXTRACT, NEW_EXTRACT)).format(k=names, x=told)
     return Example("json", ask(question, json.dumps(value, ensure_ascii=False)), {"kind": "json", "value": value})
 
 
@@ -175,4 +175,4 @@ def listing(rng: random.Random, split: str) -> Example:
                                   "{x}\n\nMake a JSON array of {k}.", "Array in JSON, {k} only:\n{x}", "Gather each {k} below in an array (JSON):\n{x}"),
                    ("Make an array in JSON from each {k} below.\n{x}",))
     value = [record[key] for record in records]
-    return Example("json", ask(asked.format(k=key, x=shown), json.dumps(value)), {"kind": "json", "value": value})
+    return Example("json", ask(noisy(rng, split, asked).format(k=key, x=shown), json.dumps(value)), {"kind": "json", "value": value})

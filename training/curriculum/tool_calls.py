@@ -7,7 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from curriculum.example import NEW, Example, Step, choose
+from curriculum.example import NEW, TRAIN, Example, Step, choose
+from curriculum.phrases import noisy
 from curriculum.pools import invented, sentence
 from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
@@ -24,6 +25,9 @@ NEW_ASK = ("It is time to {v} that {n}, and here is what I know: {p}.", "Would y
 PAIR = ("{k} {x}", "{k} is {x}", "{k} = {x}", "{k}: {x}", "{k} set to {x}", "{x} as {k}", "{x} for the {k}", "the {k} {x}", "{k} of {x}",
         "{k} should be {x}", "{x} is the {k}", "a {k} that is {x}")
 NEW_PAIR = ("{k} being {x}",)
+IMPLICIT = ("{V} {n} {p}.", "{V} the {n} {p}", "{v} a {n} for {p}.", "Can you {v} {n} {p}?", "{V} at {p}.", "{V} {p}.", "{P}: {v} the {n}.",
+            "Use {t}: {p}.", "What {n} has {p}?", "How is the {n} of {p}?", "{V} \"{p}\".", "{t} {p}", "Please {v} {p} in the {n}.")
+JOINTS = (" at ", " for ", " with ", " to ", " on ", " into ", ", ", ": ", " in ", " by ", " and ", " as ", " is ", " from ", " until ", " ")
 PREFACE = ("", "", "", "", "I will look that up.", "One moment.")
 
 
@@ -43,22 +47,37 @@ def _made(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, A
     if split == NEW:
         names[:2] = rng.sample(NEW_PARAMS, min(2, len(names)))
     if split == "train":
-        names = [invented(rng) if rng.random() < 0.2 else key for key in names]
+        names = [invented(rng) if rng.random() < 0.45 else key for key in names]
         names = list(dict.fromkeys(names))
     params = tuple((key, rng.choice(KINDS)) for key in names)
-    required = rng.randint(1, len(params))
+    is_implicit = split == TRAIN and rng.random() < 0.3
+    required = len(params) if is_implicit else rng.randint(1, len(params))
     given = params[:rng.randint(required, len(params))]
     arguments = {key: make_value(rng, kind, split) for key, kind in given}
     pair = choose(rng, split, PAIR, NEW_PAIR)
-    told = [pair.format(k=key, x=shown(value)) for key, value in arguments.items()]
+    if split == TRAIN and rng.random() < 0.35:
+        pair = f"{{k}} {invented(rng)} {{x}}"
+    told = [noisy(rng, split, pair).format(k=key, x=shown(value)) if split == TRAIN and rng.random() < 0.3
+            else pair.format(k=key, x=shown(value)) for key, value in arguments.items()]
     listed = (", ".join(told[:-1]) + " and " if len(told) > 1 else "") + told[-1]
     forms = NEW_ASK if split == NEW else ORDER if rng.random() < 0.3 and split == "train" and not name.endswith("_") else MADE_ASK
-    request = rng.choice(forms if forms is not ORDER else [form for form in ORDER if "{p}" in form]).format(
+    form = rng.choice(forms if forms is not ORDER else [form for form in ORDER if "{p}" in form])
+    if is_implicit:
+        form, listed = rng.choice(IMPLICIT), _implied(rng, [shown(value) for value in arguments.values()])
+    request = noisy(rng, split, form).format(
         V=verb.capitalize(), v=verb, n=noun, p=listed, P=listed[0].upper() + listed[1:], t=name)
     about = f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one'))} {noun}"
     key = rng.choice(("result", "status", "value", "total", "answer", "id"))
     result = {key: make_value(rng, rng.choice(("number", "word", "code")), split)}
     return declare(name, about, params, required), request, arguments, result, f"The {key} is {shown(result[key])}."
+
+
+def _implied(rng: random.Random, values: list[str]) -> str:
+    """Values without their names, in the order in which the declaration requires them."""
+    text = values[0]
+    for value in values[1:]:
+        text += rng.choice(JOINTS) + value + (f" {invented(rng)}" if rng.random() < 0.2 else "")
+    return text
 
 
 def _others(rng: random.Random, split: str, count: int, taken: set[str]) -> list[Declaration]:
@@ -133,7 +152,7 @@ def refusal(rng: random.Random, split: str) -> Example:
     key = next(iter(missing["function"]["parameters"]["properties"]))
     told = f"{key} {shown(make_value(rng, 'word', split))}"
     if not is_named or rng.random() < 0.4:
-        request = choose(rng, split, ORDER, NEW_ORDER).format(t=name, p=told)
+        request = noisy(rng, split, choose(rng, split, ORDER, NEW_ORDER)).format(t=name, p=told)
     answer = f"There is no tool named {name} here, so I cannot call it."
     return Example("refusals", (Step("user", request), Step("assistant", answer)),
                    {"kind": "contains", "values": ["no tool", name]}, tools=tuple(tools), alone=bool(tools))

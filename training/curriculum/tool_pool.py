@@ -66,14 +66,14 @@ WRITTEN = (
 NEW_WRITTEN = (
     Written("book_table", "Books a table in a restaurant", (("restaurant", "new_word"), ("guests", "number"), ("evening", "day")),
             ("Book a table at {restaurant} for {guests} guests on {evening}.", "Reserve at {restaurant}: {guests} guests, {evening}."),
-            (("confirmation", "code"),), "The table is booked. The confirmation is {confirmation}."),
+            (("confirmation", "code"),), "The confirmation is {confirmation}."),
     Written("measure_humidity", "Measures how humid a place is", (("station", "city"),),
             ("How humid is it at {station}?", "Measure the humidity at {station}."), (("percent", "degrees"),), "The percent is {percent}."),
     Written("translate_phrase", "Translates a phrase", (("phrase", "words"), ("language", "language")),
             ("Translate \"{phrase}\" into {language}.", "What is \"{phrase}\" in {language}?"), (("translation", "words"),),
             "The translation is {translation}."),
     Written("lock_door", "Locks a door", (("door", "room"), ("locked", "flag")),
-            ("Set the lock of the {door} door: locked is {locked}.",), (("status", "done"),), "The status is done."),
+            ("Set the lock of the {door} door: locked is {locked}.",), (("status", "done"),), "The status is {status}."),
 )
 VERBS = """get list create delete update find check count start stop open close move copy sort merge split export import load save reset
 show hide lock test build deploy scan clean resize rotate rename archive restore print sync pause resume watch assign cancel approve
@@ -142,7 +142,7 @@ def made_name(rng: random.Random, split: str) -> tuple[str, str, str]:
     """(name, verb, noun) of a made tool."""
     verb = rng.choice(NEW_VERBS if split == "new" else VERBS)
     noun = rng.choice(NEW_NOUNS if split == "new" else NOUNS)
-    if split == "train" and rng.random() < 0.3:
+    if split == "train" and rng.random() < 0.5:
         verb, noun = rng.choice(((verb, invented(rng)), (invented(rng), noun), (invented(rng), invented(rng))))
     style = rng.random()
     name = f"{verb}_{noun}" if style < 0.7 else f"{noun}_{verb}" if style < 0.8 else f"{verb}{noun.capitalize()}" if style < 0.93 else verb
