@@ -124,7 +124,7 @@ class Splitter:
 
     def _ends_before(self, line: str, is_fence: bool) -> bool:
         """Whether `line` begins a block of its own. Blank lines stay with the block before them."""
-        if not self._lines or not line.strip():
+        if not line.strip() or not any(map(str.strip, self._lines)):
             return False
         in_list = _LIST.match(self._lines[0]) is not None
         if is_fence and not (in_list and line[:1] == " "):

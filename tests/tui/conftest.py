@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -112,3 +114,38 @@ def clock() -> Clock:
 def daemon_of() -> Callable[[str], Any]:
     """daemon_of("busy") -> a scripted daemon in that state, with a log and recent requests."""
     return lambda scene: scripted_daemon.ScriptedDaemon(scenes.SCENES[scene], [*scenes.LOG, *scenes.RECENT])
+
+
+GOLDEN = Path(__file__).with_name("golden")
+IS_WRITING = os.environ.get("GOLDEN") == "write"
+
+
+@pytest.fixture
+def same_text() -> Callable[[str, str], None]:
+    """same_text(name, text): golden/NAME.txt holds this text. With GOLDEN=write it does afterwards."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if IS_WRITING:
+            path.write_text(text, encoding="utf-8")
+        golden = path.read_text(encoding="utf-8")
+        difference = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "golden", "screen", lineterm=""))
+        assert not difference, f"{path.name}:\n{difference}"
+
+    return compare
+
+
+@pytest.fixture
+def same_at_all_sizes(same_text) -> Callable[..., Any]:
+    """await same_at_all_sizes(screens, name): the screen has its golden text at each of the sizes."""
+
+    async def compare(screens: Screens, name: str) -> None:
+        for width, height in scenes.SIZES:
+            await screens.pilot.resize_terminal(width, height)
+            await screens.until(lambda size=(width, height): screens.app.screen.size == size)
+            for _ in range(3):
+                await screens.pilot.pause(0.02)
+            assert max(map(len, screens.text.splitlines())) <= width
+            same_text(f"{name}_{width}x{height}", screens.text)
+
+    return compare

@@ -46,7 +46,8 @@ def test_a_cut_fence_opens_again_and_a_cut_table_repeats_its_head():
 
 
 @pytest.mark.parametrize("text, num_blocks", [
-    ("one\n\ntwo\n\nthree", 3), ("- a\n\n  more of a\n\n- b\n", 2), ("text\n```\ncode\n\ncode\n```\nafter", 3), ("# a\ntext\n", 1)])
+    ("one\n\ntwo\n\nthree", 3), ("- a\n\n  more of a\n\n- b\n", 2), ("text\n```\ncode\n\ncode\n```\nafter", 3), ("# a\ntext\n", 1),
+    ("```\nx\n```\n\n\nafter", 2)])
 def test_blocks_end_where_markdown_blocks_end(text, num_blocks):
     assert len(cut([text])) == num_blocks
 

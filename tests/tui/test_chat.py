@@ -49,6 +49,22 @@ async def test_an_answer_streams_is_kept_and_has_its_figures(chat, tmp_path):
     assert daemon.asked[0]["messages"] == [{"role": "user", "content": "Say much\nplease"}]
 
 
+async def test_a_conversation_is_readable_at_every_size(daemon_of, open_screens, same_at_all_sizes, tmp_path):
+    with History(tmp_path / "history.db") as history:
+        talk = history.create("How do I read a file?")
+        first = history.add(talk, None, "user", "How do I read a file?")
+        stats = {"num_generated": 120, "tokens_per_s": 171.2, "first_token_ms": 240, "reasoning_s": 2.5, "num_reasoning": 40}
+        answer = history.add(talk, first, "assistant", MARKDOWN, reasoning="hm", stats=stats | {"model": "Qwen3.6-27B"})
+        second = history.add(talk, answer, "user", "And now call the tool, please.")
+        history.add(talk, second, "assistant", "", calls=[{"name": "read", "arguments": '{"path": "a.txt"}'}], state="stopped")
+    async with daemon_of("idle") as daemon, open_screens(daemon, first="chat") as screens:
+        await screens.shows("Ask something")
+        await screens.pilot.press("f2", "enter")
+        await screens.shows("call read")
+        await screens.pilot.press("f2")
+        await same_at_all_sizes(screens, "chat")
+
+
 async def test_the_next_question_carries_the_conversation(chat):
     screens, daemon = chat
     for question in ("one", "two"):

@@ -5,54 +5,27 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from q27app.errors import OutOfMemory
 from q27app.tui.app import Q27App
 
-GOLDEN = Path(__file__).with_name("golden")
-IS_WRITING = os.environ.get("GOLDEN") == "write"
-
-
-def compare(name: str, text: str) -> None:
-    path = GOLDEN / f"{name}.txt"
-    if IS_WRITING:
-        path.write_text(text, encoding="utf-8")
-    golden = path.read_text(encoding="utf-8")
-    difference = "\n".join(difflib.unified_diff(golden.splitlines(), text.splitlines(), "golden", "screen", lineterm=""))
-    assert not difference, f"{path.name}:\n{difference}"
-
-
-async def show_all_sizes(screens, sizes, name: str) -> None:
-    for width, height in sizes:
-        await screens.pilot.resize_terminal(width, height)
-        await screens.until(lambda: screens.app.screen.size == (width, height))
-        await screens.pilot.pause()
-        await screens.pilot.pause()
-        text = screens.text
-        assert max(map(len, text.splitlines())) <= width
-        compare(f"{name}_{width}x{height}", text)
-
-
 @pytest.mark.parametrize("scene", ["idle", "loading", "busy", "queue", "sensorless", "disconnected", "failed"])
-async def test_every_state_is_readable_at_every_size(scene, daemon_of, open_screens, scenes, clock):
+async def test_every_state_is_readable_at_every_size(scene, daemon_of, open_screens, clock, same_at_all_sizes):
     async with daemon_of(scene) as daemon, open_screens(daemon, clock=clock) as screens:
         if scene == "disconnected":
             await daemon.close()
             clock.now += 12
             await screens.app.poller.ask()
-        await show_all_sizes(screens, scenes.SIZES, scene)
+        await same_at_all_sizes(screens, scene)
 
 
-async def test_ascii_draws_nothing_above_seven_bits(daemon_of, open_screens):
+async def test_ascii_draws_nothing_above_seven_bits(daemon_of, open_screens, same_text):
     async with daemon_of("busy") as daemon, open_screens(daemon, (120, 40), is_ascii=True) as screens:
-        compare("ascii_120x40", screens.text)
+        same_text("ascii_120x40", screens.text)
         assert screens.text.isascii()
 
 

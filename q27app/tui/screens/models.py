@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from textual.widget import Widget
 
@@ -26,7 +25,7 @@ class Models(Room):
     def compose_body(self) -> Iterable[Widget]:
         yield Lines(self._served, "served", id="served", classes="panel")
         yield ListPanel(lambda width: [(f"{'name':<24} {'GB':>8}  path", "dim")], self._file, lambda entry: entry[0],
-                        "no file", "on this machine", id="files", classes="panel")
+                        "no model", "on this machine", id="files", classes="panel")
 
     def on_mount(self) -> None:
         super().on_mount()
@@ -58,5 +57,6 @@ def _files() -> list[tuple[str, str, int]]:
     """(name, path, bytes) of every model of this machine."""
     from q27app.paths import DEMO, demo_model, installed_models
 
-    files: list[tuple[str, Path]] = [(DEMO, demo_model()), *((path.stem, path) for path in installed_models())]
-    return [(name, str(path), path.stat().st_size) for name, path in files if path.is_file()]
+    bundled = demo_model()
+    files = [(DEMO, "bundled with q27app", bundled.stat().st_size)] if bundled.is_file() else []
+    return files + [(path.stem, str(path), path.stat().st_size) for path in installed_models()]

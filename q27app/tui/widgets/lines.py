@@ -15,14 +15,14 @@ from textual.widget import Widget
 from q27app.tui.marks import Line
 
 STYLES = {
-    "": "", "bold": "bold", "dim": "$text-muted", "good": "$text-success", "warn": "$text-warning", "bad": "$text-error bold",
+    "": "", "bold": "bold", "dim": "dim", "good": "$text-success", "warn": "$text-warning", "bad": "$text-error bold",
     "accent": "$text-accent", "part0": "$primary", "part1": "$accent", "part2": "$success", "part3": "$warning",
     "part4": "$secondary", "cursor": "reverse",
 }
 
 
 def content_of(lines: Sequence[Line], width: int, extra: dict[int, str] | None = None) -> Content:
-    """The lines, each cut to `width` cells. extra: line -> a style over all of it."""
+    """The lines, each cut to `width` cells. extra: line -> the style of all of it."""
     parts: list[Any] = []
     for index, line in enumerate(lines):
         if index:
@@ -32,7 +32,7 @@ def content_of(lines: Sequence[Line], width: int, extra: dict[int, str] | None =
         for text, role in line:
             text = text if cell_len(text) <= width - used else set_cell_size(text, max(0, width - used))
             used += cell_len(text)
-            parts.append((text, f"{STYLES.get(role, '')} {over}".strip()))
+            parts.append((text, over or STYLES.get(role, "")))
         if over and used < width:
             parts.append((" " * (width - used), over))
     return Content.assemble(*parts)
