@@ -22,8 +22,8 @@ MAX_LOOSE_UNIT = 64 << 10
 
 _KEYS = ("name", "tool_call", "arguments", *ALIASES)
 _BARE_WORD = re.compile(r"[A-Za-z_][\w.:/-]{0,255}")
-_TOKEN = re.compile(r'\\[\s\S]|["{}\[\]\n]|</?(?:parameter|function|tool_calls?|content)\b[^<>\n]{0,64}>')
-_TAG_START = re.compile(r"</?[a-z_]{0,12}[^<>\n]{0,64}")
+_TOKEN = re.compile(r'\\[\s\S]|["{}\[\]\n]|</?(?:parameter|function|tool_calls?|content)\b[^<>\n"{}\[\]\\]{0,64}>')
+_TAG_START = re.compile(r'</?[a-z_]{0,12}[^<>\n"{}\[\]\\]{0,64}')
 
 
 class NeedsMore(Exception):

@@ -25,16 +25,16 @@ from q27app.chat.types import Tool
 
 _PLACEHOLDERS = ("name", "tool_name", "function")
 _WRAPPER = re.compile(r"(?:<tool_calls>|<tool>)[ \t\r\n]*")
-_FUNCTION = re.compile(r"<function(?:\s+name|\s*)\s*=\s*([^<>\n]{1,256})>")
-_PARAMETER = re.compile(r"<parameter(?:\s+name|\s*)\s*=\s*([^<>\n]{0,256})>")
+_FUNCTION = re.compile(r"<function(?:[ \t]+name)?[ \t]*=[ \t]*([^<>\n]{1,256})>")
+_PARAMETER = re.compile(r"<parameter(?:[ \t]+name)?[ \t]*=[ \t]*([^<>\n]{0,256})>")
 _PROPER = re.compile(r"<function=[^<>\n\"'\s]+>")
 _PSEUDO_JSON = re.compile(r"""<name(?:>|=)\s*"?([^"<>,\n]{1,256})"?\s*,\s*"arguments"\s*:\s*(?=\{)""")
 _PSEUDO_START = re.compile(r"""<name(?:>|=)\s*"?[^"<>,\n]{0,256}"?\s*(?:,[^<>{]{0,64})?""")
 _TAG = re.compile(
     r"<(?P<close>/)?(?P<word>tool_calls?|tools?|tool_name|function|parameter|name|result|output)"
-    r"(?:[\s=][^<>\n]{0,256})?>|\n"
+    r"(?:[ \t=][^<>\n]{0,256})?>|\n"
 )
-_TAG_START = re.compile(r"</?[a-z_]{0,10}(?:[\s=][^<>\n]{0,256})?")
+_TAG_START = re.compile(r"</?[a-z_]{0,10}(?:[ \t=][^<>\n]{0,256})?")
 _PARTIAL_CLOSER = re.compile(r"</?[a-z_]*\s*\Z")
 
 
