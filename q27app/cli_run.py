@@ -30,8 +30,21 @@ STOP_LIMIT_S = 15.0
 @click.option("--backend", metavar="auto|cuda|numpy", help="Where to compute.")
 @click.option("--ctx", metavar="N|auto", help="Window of a conversation, tokens.")
 @click.option("--slots", metavar="N|auto", help="Requests that run at the same time.")
+@click.option("--preset", metavar="NAME", help="agentic: sampler and thinking that coding agents need.")
+@click.option("--temp", metavar="T", help="Temperature where a request does not say; 0 is greedy.")
+@click.option("--top-p", metavar="P", help="Likewise.")
+@click.option("--top-k", metavar="K", help="Likewise.")
+@click.option("--min-p", metavar="P", help="Likewise.")
+@click.option("--think/--no-think", default=None, help="Whether the model thinks where a request does not say.")
+@click.option("--think-budget", metavar="N|auto|none", help="Most reasoning tokens of an answer.")
+@click.option("--request-think/--no-request-think", default=None, help="Obey the thinking fields of requests.")
+@click.option("--api-key", metavar="KEY", multiple=True, help="A key that clients must send; may be repeated.")
+@click.option("--api-key-file", metavar="FILE", help="File with one key a line.")
+@click.option("--capture", metavar="FOLDER", help="Keep every request there. Holds prompts.")
 def serve(model: str | None, host: str | None, port: str | None, backend: str | None, ctx: str | None,
-          slots: str | None) -> int | None:
+          slots: str | None, preset: str | None, temp: str | None, top_p: str | None, top_k: str | None,
+          min_p: str | None, think: bool | None, think_budget: str | None, request_think: bool | None,
+          api_key: tuple[str, ...], api_key_file: str | None, capture: str | None) -> int | None:
     """Serve a model over HTTP until stopped.
 
     What no flag says comes from the environment and config.toml; see q27app config show --origin.
@@ -39,8 +52,13 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
     from q27app.config import load_config
     from q27app.daemon.serve import serve as serve_daemon
 
-    return serve_daemon(load_config({"model.path": model, "server.host": host, "server.port": port,
-                                     "model.backend": backend, "model.context": ctx, "model.slots": slots}))
+    return serve_daemon(load_config({
+        "model.path": model, "server.host": host, "server.port": port, "model.backend": backend, "model.context": ctx,
+        "model.slots": slots, "sampling.preset": preset, "sampling.temperature": temp, "sampling.top_p": top_p,
+        "sampling.top_k": top_k, "sampling.min_p": min_p,
+        "reasoning.default": None if think is None else "on" if think else "off", "reasoning.budget": think_budget,
+        "reasoning.request_thinking": request_think, "server.api_keys": api_key or None,
+        "server.api_key_file": api_key_file, "server.capture": capture}))
 
 
 @click.command()

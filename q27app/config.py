@@ -22,8 +22,23 @@ PLAIN_VARIABLES = ("HOME", "CONFIG", "SHARED", "LONG_SCALE", "FORCE_ARCH", "MEMO
 smaller card the card shall play."""
 
 
-FLAGS = {"model.path": "--model", "model.context": "--ctx"}
+FLAGS = {
+    "model.path": "--model", "model.context": "--ctx", "sampling.temperature": "--temp", "server.api_keys": "--api-key",
+    "reasoning.default": "--think", "reasoning.budget": "--think-budget", "reasoning.request_thinking": "--request-think",
+}
 """Command-line flags whose name is not the key's."""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "agentic": {
+        "sampling.temperature": 1.0, "sampling.top_p": 0.95, "sampling.top_k": 20, "sampling.min_p": 0.05,
+        "reasoning.default": "on", "reasoning.budget": "none",
+    },
+}
+"""Preset -> values. They count where neither file nor environment nor flag says otherwise. "reference" is reserved.
+
+agentic: a cap on reasoning makes an agent end its turn without an answer, and greedy choices make it loop.
+"""
 
 
 def setting(default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[str, ...] = (),
@@ -57,6 +72,10 @@ class ServerSection:
     """Seconds of silence after which a stream sends a ping."""
     max_queue: int = setting(64, low=0, high=100_000)
     """Requests that may wait; the next one is refused with a time to try again."""
+    capture: str = setting("")
+    """Folder that keeps every request's body and figures, for the search of mistakes; "" = none is kept. Holds prompts."""
+    capture_mb: int = setting(256, low=1, high=1_048_576)
+    """Largest size of that folder, MiB; the oldest requests make room."""
     drain_timeout_s: float = setting(25.0, low=0, high=3600)
     """Seconds that running answers get to finish after SIGTERM."""
 
@@ -97,6 +116,8 @@ class EngineSection:
 class SamplingSection:
     """What applies where a request does not say; a request's own field always wins."""
 
+    preset: str = setting("", choices=("", *PRESETS))
+    """A set of values for everything that is set nowhere else; "" = the defaults. agentic: what coding agents need."""
     temperature: float = setting(0.0, low=0, high=100)
     """0 is greedy: always the most likely token."""
     top_k: int = setting(0, low=0, high=1_000_000)
@@ -180,11 +201,19 @@ def load_config(flags: Mapping[str, Any] | None = None, card: Mapping[str, Any] 
     }
     for source in (_given(card, "card"), _from_file(path), _from_environment(), _given(flags, "flag")):
         merged.update(source)
+    _apply_preset(merged)
     sections = {
         section: kind(**{item.name: merged[f"{section}.{item.name}"][0] for item in fields(kind)})
         for section, kind in SECTIONS.items()
     }
     return Config(**sections, origins={key: origin for key, (_, origin) in merged.items()})
+
+
+def _apply_preset(merged: dict[str, tuple[Any, Origin]]) -> None:
+    name = merged["sampling.preset"][0]
+    for key, value in PRESETS.get(name, {}).items():
+        if merged[key][1].kind in ("default", "card"):
+            merged[key] = (value, Origin("preset", name))
 
 
 def _field_of(section: str, key: str, where: str) -> Any:

@@ -31,7 +31,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Origin:
-    """kind: default, card, file, environment or flag; where: file path, variable or flag; line: in a file, from 1."""
+    """kind: default, card, preset, file, environment or flag; where: preset, file path, variable or flag; line: in a file, from 1."""
 
     kind: str
     where: str = ""

@@ -55,7 +55,7 @@ class Translation:
     @property
     def rescues(self) -> Counter[str]:
         """Calls that had to be repaired before they could be read, by kind of mistake."""
-        return Counter(getattr(self._parser, "rescues", ()))
+        return self._parser.rescues
 
     @property
     def stop_sequence(self) -> str | None:

@@ -168,6 +168,7 @@ def _answering(dialect: ModuleType) -> Handler:
 async def _answer(request: web.Request, dialect: ModuleType, record: RequestRecord) -> web.StreamResponse:
     daemon = request.app[DAEMON]
     body = await read_object(request, request.client_max_size, daemon.executor)
+    record.body = body if daemon.capture is not None else None
     chat = dialect.parse(body)
     record.model = chat.model[:200] or daemon.model_id
     identity = Identity(record.id, chat.model or daemon.model_id, int(time.time()), chat.include_usage, chat)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from q27app.daemon.capture import Capture
 from q27app.daemon.hub import Hub
 from q27app.daemon.machine import Machine
+from q27app.daemon.turns import Turns
 from q27app.errors import Overloaded
 from q27app.metrics import Metrics
 
@@ -37,6 +39,8 @@ HEARTBEAT_LIMIT_S = 120.0
 """Age of the engine's last sign of life at which it counts as hung."""
 EXTRA_ACTIVE = 256
 """Requests that may be in flight beside those that wait: running, being read, being rendered, being written."""
+MIN_EXPLAINED = 256
+"""Tokens of an earlier text from which on it is worth a log line that they were computed again."""
 NUM_WORKERS = 2
 """Threads that render and tokenise long prompts."""
 
@@ -61,6 +65,10 @@ class RequestRecord:
     num_missed: int = 0
     rescues: Counter[str] = field(default_factory=Counter)
     """Calls that were repaired, by kind of mistake."""
+    missed: list[str] = field(default_factory=list)
+    """Texts that looked like a call and could not be read as one; bounded."""
+    body: dict[str, Any] | None = None
+    """What was asked for, as it came; kept only where requests are captured."""
     engine_ids: list[str] = field(default_factory=list)
     """Its requests in the engine, one for each answer."""
     seed: int | None = None
@@ -122,8 +130,10 @@ class Daemon:
         self.executor = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="q27app-text")
         self.machine = Machine(self.executor)
         self.metrics = Metrics(lambda: self.engine.status().to_dict(), lambda: self.machine.latest)
+        self.capture = _open_capture(config)
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
+        self.turns = Turns(self)
         self._constraints: tuple[int, Constraints] | None = None
 
     def constraints(self) -> Constraints:
@@ -166,10 +176,14 @@ class Daemon:
                 self.engine.cancel(name)
 
     def end(self, record: RequestRecord) -> None:
-        """Close the record: metrics, one log line, one event."""
+        """Close the record: metrics, one log line, one event, and its file where requests are captured."""
         del self.active[record.id]
         self._count(record)
         fields = record.to_dict()
+        if self.capture is not None:
+            kept = {**fields, "received": round(time.time() - fields["age_s"], 3), "seed": record.seed,
+                    "missed": record.missed, "body": record.body}
+            self.executor.submit(self.capture.write, record.id, kept)
         self.hub.publish("request", **fields)
         stats = record.stats
         accepted = stats.num_accepted / stats.num_steps if stats is not None and stats.num_steps else 0.0
@@ -191,6 +205,17 @@ class Daemon:
             "finish": record.finish,
         }
         log.info("%s", " ".join(f"{name}={value}" for name, value in line.items()))
+        self._explain_reuse(record)
+
+    def _explain_reuse(self, record: RequestRecord) -> None:
+        """Name the reason, and the token that the prompt left the earlier text at, where half of it was computed again."""
+        reuse = None if record.stats is None else record.stats.reuse
+        if reuse is None or reuse.reason in ("", "new") or reuse.possible < MIN_EXPLAINED:
+            return
+        expected, given = (self.tokenizer.token_name(token) if token >= 0 else "(end)"
+                           for token in (reuse.expected, reuse.given))
+        log.info("id=%s reused %d of %d possible tokens, reason=%s: token %d is %r (%d), the earlier text had %r (%d)", record.id,
+                 reuse.num_tokens, reuse.possible, reuse.reason, reuse.shared, given, reuse.given, expected, reuse.expected)
 
     def _count(self, record: RequestRecord) -> None:
         metrics, api = self.metrics, record.dialect
@@ -228,6 +253,11 @@ class Daemon:
         if status.state == "ready" and age > HEARTBEAT_LIMIT_S:
             return f"the engine thread has given no sign of life for {age:.0f} s (limit {HEARTBEAT_LIMIT_S:.0f} s)."
         return ""
+
+
+def _open_capture(config: Config) -> Capture | None:
+    server = config.server
+    return Capture(Path(server.capture).expanduser(), server.capture_mb << 20) if server.capture else None
 
 
 def _rounded(value: float | None) -> float | None:
