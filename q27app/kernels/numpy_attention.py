@@ -1,8 +1,8 @@
-"""Causal attention over paged keys, tile by tile, with the softmax merged in ascending order of keys.
+"""Causal attention over paged keys, tile by tile.
 
 Keys are cut at multiples of a fixed number of positions, counted from 0; prefill cuts again at the row tile's own 64, the
-only ones with a mask. No score matrix is larger than the rows of a tile times that number. All query heads of a KV head
-stand below each other in one product.
+only ones with a mask, and merges the softmax in ascending order, so no score matrix is larger than the rows of a tile times
+that number. A row alone has one line of scores a head. All query heads of a KV head stand below each other in one product.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from q27app.kernels.numpy_pass import TILE, Pass, Tile
-from q27app.kernels.numpy_state import NumpyState
+from q27app.kernels.numpy_state import NumpyState, Pages
 
 TILE_KEYS = 1024
 """Positions of keys for a tile of rows: scores of 6 heads, 1.5 MiB, stay in a core's second-level cache."""
-ROW_KEYS = 256
-"""Positions of keys for one row: small enough for BLAS to read them in place, without a copy in its own order."""
+ROW_PRODUCTS = 1 << 18
+"""Multiplications of a row's heads with a piece of keys: so few that BLAS reads the keys in place, without a copy in its own
+order. The piece is a multiple of 64 positions."""
 
 Piece = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """Keys [n, D], values [n, D], and None or hidden [n, 64]: True where a row of the tile does not see the key."""
@@ -25,69 +26,66 @@ Piece = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 def attend_pass(work: Pass, q: np.ndarray, kv_index: int, first_position: int, out: np.ndarray) -> None:
     """out [rows, A, D] = attention of q [rows, A, D] (normed and turned) over the stored keys, the rows' own included."""
-    q = q * (np.float32(1) / np.sqrt(np.float32(q.shape[-1])))
-    if work.tiles is None:
-        for row in range(len(q)):
-            _attend_row(work, row, q[row], kv_index, first_position, out[row])
-        return
-    for tile in work.tiles:
-        _attend_tile(work, tile, tile.padded(q), kv_index, first_position, out)
-
-
-def _attend_tile(
-    work: Pass, tile: Tile, q: np.ndarray, kv_index: int, first_position: int, out: np.ndarray
-) -> None:
-    """q [64, A, D], padded."""
     groups, (_, heads, dim) = work.state.geometry.num_kv_heads, q.shape
     repeat = heads // groups
-    end = tile.base + tile.places.stop
-    table = work.batch.block_tables[tile.seq]
+    q = q * (np.float32(1) / np.sqrt(np.float32(dim)))
     for g in range(groups):
         mine = slice(g * repeat, (g + 1) * repeat)
-        stacked = np.ascontiguousarray(q[:, mine].transpose(1, 0, 2)).reshape(repeat * TILE, dim)
-        pieces = _tile_pieces(work.state, kv_index, g, table, tile.base, end, first_position)
-        attended = softmax_merge(stacked, pieces).reshape(repeat, TILE, dim)
-        out[tile.rows, mine] = attended[:, tile.places].transpose(1, 0, 2)
+        if work.tiles is None:
+            for row in range(len(q)):
+                stop = int(work.batch.positions[row]) + 1
+                pages = work.pages(int(work.seq_of_row[row]))
+                out[row, mine] = attend_row(work.state, kv_index, g, pages, first_position, stop, q[row, mine])
+            continue
+        for tile in work.tiles:
+            stacked = np.ascontiguousarray(tile.padded(q[:, mine]).transpose(1, 0, 2)).reshape(repeat * TILE, dim)
+            pieces = _tile_pieces(work.state, kv_index, g, work.pages(tile.seq), tile, first_position)
+            attended = softmax_merge(stacked, pieces).reshape(repeat, TILE, dim)
+            out[tile.rows, mine] = attended[:, tile.places].transpose(1, 0, 2)
 
 
-def _attend_row(
-    work: Pass, row: int, q: np.ndarray, kv_index: int, first_position: int, out: np.ndarray
-) -> None:
-    """q [A, D]; out [A, D]. The row alone."""
-    groups = work.state.geometry.num_kv_heads
-    repeat = len(q) // groups
-    table = work.batch.block_tables[work.seq_of_row[row]]
-    stop = int(work.batch.positions[row]) + 1
-    for g in range(groups):
-        mine = slice(g * repeat, (g + 1) * repeat)
-        pieces = _past_pieces(work.state, kv_index, g, table, first_position, stop, ROW_KEYS)
-        out[mine] = softmax_merge(q[mine], pieces)
+def attend_row(
+    state: NumpyState, kv_index: int, head: int, pages: Pages, start: int, stop: int, q: np.ndarray
+) -> np.ndarray:
+    """softmax(q K^T) V of one row's heads q [r, D], already scaled, over positions start .. stop of a KV head."""
+    weighted = np.zeros_like(q)
+    if stop <= start:
+        return weighted
+    size = min(512, max(TILE, ROW_PRODUCTS // q.size // TILE * TILE))
+    cuts = [(low, high, pages.rows(low, high)) for low, high in _cuts(start, stop, size)]
+    scores = np.empty((len(q), stop - start), np.float32)
+    for low, high, rows in cuts:
+        scores[:, low - start:high - start] = (state.read_keys(kv_index, head, rows) @ q.T).T
+    scores -= scores.max(axis=1, keepdims=True)
+    np.exp(scores, out=scores)
+    for low, high, rows in cuts:
+        weighted += scores[:, low - start:high - start] @ state.read_values(kv_index, head, rows)
+    return weighted / scores.sum(axis=1, keepdims=True)
 
 
-def _past_pieces(
-    state: NumpyState, kv_index: int, head: int, table: np.ndarray, start: int, stop: int, size: int
-) -> Iterator[Piece]:
-    """Positions start .. stop, cut at multiples of `size`."""
+def _cuts(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """start .. stop, cut at multiples of `size`."""
     while start < stop:
         cut = min(stop, (start // size + 1) * size)
-        keys, values = state.read_rows(kv_index, head, table, start, cut)
-        yield keys, values, None
+        yield start, cut
         start = cut
 
 
 def _tile_pieces(
-    state: NumpyState, kv_index: int, head: int, table: np.ndarray, base: int, end: int, first_position: int
+    state: NumpyState, kv_index: int, head: int, pages: Pages, tile: Tile, first_position: int
 ) -> Iterator[Piece]:
-    """The positions before the tile, then the tile's own up to `end`, padded with zeros to 64."""
-    yield from _past_pieces(state, kv_index, head, table, first_position, base, TILE_KEYS)
-    start = max(base, first_position)
+    """The positions before the tile, then the tile's own up to its last row, padded with zeros to 64."""
+    for low, high in _cuts(first_position, tile.base, TILE_KEYS):
+        rows = pages.rows(low, high)
+        yield state.read_keys(kv_index, head, rows), state.read_values(kv_index, head, rows), None
+    start, end = max(tile.base, first_position), tile.base + tile.places.stop
     place = np.arange(TILE)
-    hidden = (place[:, None] > place) | (place[:, None] < start - base)
+    hidden = (place[:, None] > place) | (place[:, None] < start - tile.base)
     keys = np.zeros((TILE, state.geometry.head_dim), np.float32)
     values = np.zeros_like(keys)
     if start < end:
-        keys[start - base:end - base], values[start - base:end - base] = state.read_rows(
-            kv_index, head, table, start, end)
+        own, rows = slice(start - tile.base, end - tile.base), pages.rows(start, end)
+        keys[own], values[own] = state.read_keys(kv_index, head, rows), state.read_values(kv_index, head, rows)
     yield keys, values, hidden
 
 

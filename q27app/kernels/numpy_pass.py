@@ -13,7 +13,7 @@ import numpy as np
 
 from q27app.errors import Q27Error
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Batch
-from q27app.kernels.numpy_state import NumpyState
+from q27app.kernels.numpy_state import NumpyState, Pages
 from q27app.kernels.reference import rope_table
 
 TILE = BLOCK_POSITIONS
@@ -61,6 +61,7 @@ class Pass:
     physical: np.ndarray
     seq_of_row: np.ndarray
     _rope: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+    _pages: dict[int, Pages] = field(default_factory=dict, repr=False)
 
     def rope(self) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of the rows' positions, computed once a pass."""
@@ -68,6 +69,12 @@ class Pass:
             geometry = self.state.geometry
             self._rope = rope_table(self.batch.positions, geometry.rotary_dim, geometry.rope_theta)
         return self._rope
+
+    def pages(self, seq: int) -> Pages:
+        """Where the sequence's positions lie, worked out once a pass."""
+        if seq not in self._pages:
+            self._pages[seq] = Pages(self.batch.block_tables[seq])
+        return self._pages[seq]
 
     def sequences(self) -> list[tuple[int, slice]]:
         """(slot, rows) of each sequence."""

@@ -136,23 +136,32 @@ class NumpyState:
         self.keys[kv_index][:, physical] = self.format.key.encode(k).transpose(1, 0, 2)
         self.values[kv_index][:, physical] = self.format.value.encode(v).transpose(1, 0, 2)
 
-    def read_rows(
-        self, kv_index: int, head: int, table: np.ndarray, start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values [stop - start, D] float32 of positions start .. stop of one KV head; views where that is possible.
+    def read_keys(self, kv_index: int, head: int, rows: slice | np.ndarray) -> np.ndarray:
+        """Keys [n, D] float32 of one KV head at physical rows (`Pages.rows`); a view where format and rows allow it.
 
-        table: the sequence's block table. All positions must have been written."""
-        first, last = start // BLOCK_POSITIONS, (stop - 1) // BLOCK_POSITIONS
-        blocks = table[first:last + 1]
-        rows: slice | np.ndarray
-        if (np.diff(blocks) == 1).all():
-            origin = int(blocks[0]) * BLOCK_POSITIONS - first * BLOCK_POSITIONS
-            rows = slice(origin + start, origin + stop)
-        else:
-            positions = np.arange(start, stop)
-            rows = table[positions // BLOCK_POSITIONS].astype(np.int64) * BLOCK_POSITIONS + positions % BLOCK_POSITIONS
-        return (self.format.key.decode(self.keys[kv_index][head, rows]),
-                self.format.value.decode(self.values[kv_index][head, rows]))
+        All of them must have been written."""
+        return self.format.key.decode(self.keys[kv_index][head, rows])
+
+    def read_values(self, kv_index: int, head: int, rows: slice | np.ndarray) -> np.ndarray:
+        """Values, likewise."""
+        return self.format.value.decode(self.values[kv_index][head, rows])
+
+
+class Pages:
+    """Where one sequence's positions lie in the arrays of keys and values; `table` is its row of the block tables."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table.astype(np.int64)
+        self._jumps = [0, *np.cumsum(np.diff(self.table) != 1).tolist()]
+
+    def rows(self, start: int, stop: int) -> slice | np.ndarray:
+        """Physical rows of positions start .. stop, at least one: a slice where their blocks follow each other."""
+        first = start // BLOCK_POSITIONS
+        if self._jumps[first] == self._jumps[(stop - 1) // BLOCK_POSITIONS]:
+            origin = (int(self.table[first]) - first) * BLOCK_POSITIONS
+            return slice(origin + start, origin + stop)
+        positions = np.arange(start, stop)
+        return self.table[positions // BLOCK_POSITIONS] * BLOCK_POSITIONS + positions % BLOCK_POSITIONS
 
 
 def _bytes_of(data: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:

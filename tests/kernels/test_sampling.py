@@ -106,7 +106,7 @@ def softmax(values):
     return weights / weights.sum()
 
 
-DRAWS = 3000
+DRAWS = 1500
 LOGITS = np.array([1.0, 0.5, -1.0, 2.0, 0.0, 1.5, -0.5, 0.25])
 
 
