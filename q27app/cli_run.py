@@ -30,6 +30,7 @@ STOP_LIMIT_S = 15.0
 @click.option("--backend", metavar="auto|cuda|numpy", help="Where to compute.")
 @click.option("--ctx", metavar="N|auto", help="Window of a conversation, tokens.")
 @click.option("--slots", metavar="N|auto", help="Requests that run at the same time.")
+@click.option("--prefix-cache", metavar="DIR", help="Folder where computed prompts survive a restart.")
 @click.option("--preset", metavar="NAME", help="agentic: sampler and thinking that coding agents need.")
 @click.option("--temp", metavar="T", help="Temperature where a request does not say; 0 is greedy.")
 @click.option("--top-p", metavar="P", help="Likewise.")
@@ -42,7 +43,7 @@ STOP_LIMIT_S = 15.0
 @click.option("--api-key-file", metavar="FILE", help="File with one key a line.")
 @click.option("--capture", metavar="FOLDER", help="Keep every request there. Holds prompts.")
 def serve(model: str | None, host: str | None, port: str | None, backend: str | None, ctx: str | None,
-          slots: str | None, preset: str | None, temp: str | None, top_p: str | None, top_k: str | None,
+          slots: str | None, prefix_cache: str | None, preset: str | None, temp: str | None, top_p: str | None, top_k: str | None,
           min_p: str | None, think: bool | None, think_budget: str | None, request_think: bool | None,
           api_key: tuple[str, ...], api_key_file: str | None, capture: str | None) -> int | None:
     """Serve a model over HTTP until stopped.
@@ -58,7 +59,7 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
         "sampling.top_k": top_k, "sampling.min_p": min_p,
         "reasoning.default": None if think is None else "on" if think else "off", "reasoning.budget": think_budget,
         "reasoning.request_thinking": request_think, "server.api_keys": api_key or None,
-        "server.api_key_file": api_key_file, "server.capture": capture}))
+        "server.api_key_file": api_key_file, "server.capture": capture, "cache.directory": prefix_cache}))
 
 
 @click.command()

@@ -23,8 +23,9 @@ smaller card the card shall play."""
 
 
 FLAGS = {
-    "model.path": "--model", "model.context": "--ctx", "sampling.temperature": "--temp", "server.api_keys": "--api-key",
-    "reasoning.default": "--think", "reasoning.budget": "--think-budget", "reasoning.request_thinking": "--request-think",
+    "model.path": "--model", "model.context": "--ctx", "cache.directory": "--prefix-cache", "sampling.temperature": "--temp",
+    "server.api_keys": "--api-key", "reasoning.default": "--think", "reasoning.budget": "--think-budget",
+    "reasoning.request_thinking": "--request-think",
 }
 """Command-line flags whose name is not the key's."""
 
@@ -113,6 +114,20 @@ class EngineSection:
 
 
 @dataclass(frozen=True)
+class CacheSection:
+    """The prefix cache: what one request computed of a prompt, the next ones need not."""
+
+    enabled: bool = setting(True)
+    """Keep the states of prompts. Never changes a text."""
+    host_mb: int | str = setting("auto", low=0, high=1_048_576, words=("auto",))
+    """Most host memory of kept recurrent states, MiB. auto: a quarter of what is free, at most 16,384."""
+    directory: str = setting("")
+    """Folder where states survive a restart; "" = none. It holds what was in prompts, readable by its owner only."""
+    disk_gb: int = setting(20, low=1, high=100_000)
+    """Most bytes of that folder, GB; the least recently used entries go."""
+
+
+@dataclass(frozen=True)
 class SamplingSection:
     """What applies where a request does not say; a request's own field always wins."""
 
@@ -164,6 +179,8 @@ class Config:
     """What is served."""
     engine: EngineSection = field(default_factory=EngineSection)
     """The engine's step."""
+    cache: CacheSection = field(default_factory=CacheSection)
+    """The prefix cache."""
     sampling: SamplingSection = field(default_factory=SamplingSection)
     """Defaults of the sampler."""
     reasoning: ReasoningSection = field(default_factory=ReasoningSection)
@@ -175,7 +192,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    "server": ServerSection, "model": ModelSection, "engine": EngineSection,
+    "server": ServerSection, "model": ModelSection, "engine": EngineSection, "cache": CacheSection,
     "sampling": SamplingSection, "reasoning": ReasoningSection, "log": LogSection,
 }
 

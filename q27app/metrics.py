@@ -121,6 +121,11 @@ class _EngineCollector:
         )
         yield _gauge("q27app_context_tokens", "Largest window of a request.", plan.get("max_context"))
         yield _gauge("q27app_slots", "Requests that can run at once.", plan.get("num_slots"))
+        cache = status.get("cache") or {}
+        yield _labelled("q27app_prefix_hits", "Prompts that began with a kept state.", "kind", cache.get("hits"))
+        yield _labelled("q27app_prefix_misses", "Prompts of which too little was kept.", "reason", cache.get("misses"))
+        yield _gauge("q27app_prefix_snapshots", "States that are kept.", cache.get("snapshots"))
+        yield CounterMetricFamily("q27app_prefix_evictions", "States that were given up.", value=float(cache.get("evicted") or 0))
         info = {
             name: str(value)
             for name, value in (status.get("model") or {}).items()
@@ -162,6 +167,13 @@ class _MachineCollector:
                 if card.get(key) is not None:
                     family.add_metric([str(card["index"])], card[key] * factor)
             yield family
+
+
+def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in (values or {}).items():
+        family.add_metric([str(key)], float(value))
+    return family
 
 
 def _gauge(name: str, text: str, value: Any) -> GaugeMetricFamily:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from q27app.chat.conversation import is_tool_forced, offered_tools
 from q27app.chat.types import ChatRequest, TextPart, ToolResultPart
 from q27app.daemon.answer import Translation
+from q27app.daemon.turns import Turn, newest_turn
 from q27app.engine.request import Guide, Request, SamplingParams
 from q27app.errors import BadRequest, ContextTooLong, EngineDied, Overloaded
 
@@ -37,6 +38,7 @@ class Choice:
     index: int
     request: Request
     translation: Translation
+    turn: Turn
     has_ended: bool = False
     is_stopping: bool = False
     """Its text is complete, and the engine was told."""
@@ -70,7 +72,7 @@ def render(daemon: Daemon, chat: ChatRequest) -> Rendered:
         if bad is not None:
             raise BadRequest(f"prompt: token id {bad} is outside the vocabulary of {size}.", param="prompt")
     thinking, effort = wants_thinking(chat, daemon.config)
-    return daemon.template.render(chat, thinking, effort)
+    return daemon.turns.replay.applied(daemon.template.render(chat, thinking, effort), chat.messages)
 
 
 async def count_prompt(daemon: Daemon, chat: ChatRequest) -> int:
@@ -153,9 +155,10 @@ async def prepare(daemon: Daemon, chat: ChatRequest, record: RequestRecord) -> l
             eos_ids=tuple(daemon.tokenizer.eos_ids),
             stable_len=prompt.stable_len,
             system_len=prompt.system_len,
+            turn_len=newest_turn(prompt, daemon),
             client=f"{record.dialect} {record.client}",
         )
-        choices.append(Choice(index, request, _make_translation(daemon, chat, prompt, request.id)))
+        choices.append(Choice(index, request, _make_translation(daemon, chat, prompt, request.id), Turn(chat, request)))
     return choices
 
 

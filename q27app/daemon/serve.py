@@ -87,6 +87,10 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
             max_draft=model.max_draft,
             max_queue=server.max_queue,
             prefill_chunk=_number(config.engine.prefill_chunk),
+            cache=config.cache.enabled,
+            cache_host_bytes=None if config.cache.host_mb == "auto" else int(config.cache.host_mb) << 20,
+            cache_dir=config.cache.directory or None,
+            cache_disk_bytes=config.cache.disk_gb * 10**9,
         )
     )
     return engine, tokenizer, template

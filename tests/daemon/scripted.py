@@ -52,6 +52,7 @@ class ScriptedEngine:
         self.slots, self.max_queue = slots, max_queue
         self.state = ScriptedStatus()
         self.requests: list[Request] = []
+        self.settled: list[tuple[tuple[int, ...], int]] = []
         self.cancels: list[str] = []
         self.num_running = 0
         self.said = 0
@@ -95,6 +96,10 @@ class ScriptedEngine:
             self.state.waiting = len(self._waiting)
             self.state.running = [{"id": name} for name in self._live][: self.num_running]
             return self.state
+
+    def settle(self, tokens: Any, system_len: int = 0) -> None:
+        """What the daemon believes the next turn begins with."""
+        self.settled.append((tuple(tokens), system_len))
 
     def submit(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:
         with self._work:

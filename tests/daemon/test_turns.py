@@ -1,0 +1,167 @@
+"""Twelve turns of an agent through both APIs on a real engine: what the turn before held is hardly computed again.
+
+The model is the engine's toy with a vocabulary of bytes; what it says is forced. With a pause the engine settles each turn
+before the next one comes; without one it never settles anything, which is the worst case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from q27app.chat.template import open_template
+from q27app.engine.engine import Engine
+from q27app.engine.loading import EngineConfig
+from q27app.engine.request import Decision
+from q27app.engine.snapshot_cache import SnapshotCache
+from tests.engine import toy
+
+TURNS = 12
+RULES = "You are a careful engineer. " + " ".join(f"Rule {index}: keep file {index * 7} as it is." for index in range(90))
+TOOLS = [("read_file", "Reads a file."), ("run_tests", "Runs the tests.")]
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
+
+
+class Forced:
+    """A guide that says a text at once."""
+
+    def __init__(self, tokens):
+        self.tokens = tuple(tokens)
+
+    def advance(self, tokens) -> Decision:
+        from q27app.chat.guide import Decision as Said
+
+        return Said(0, self.tokens, "stop")
+
+    def mask(self, prefix):
+        return None
+
+
+class ForcedEngine(Engine):
+    """say(prompt text) -> what is answered."""
+
+    def __init__(self, tokenizer, say) -> None:
+        def load(config, progress):
+            return toy.load_toy(slots=2, max_context=32_768, chunk=1024,
+                                make_cache=lambda loaded: SnapshotCache(loaded.state, loaded.blocks, (), 16 * 200))
+
+        super().__init__(EngineConfig(model="toy.q27", checks_pools=True), load)
+        self._tokenizer, self._say = tokenizer, say
+        self.prompts: list[tuple[int, ...]] = []
+
+    def submit(self, request, deliver) -> None:
+        said = self._say(self._tokenizer.decode(request.prompt))
+        self.prompts.append(request.prompt)
+        super().submit(replace(request, guide=Forced(self._tokenizer.encode(said, control=True))), deliver)
+
+
+@pytest.fixture
+def wide_toy(monkeypatch, tokenizer):
+    monkeypatch.setattr(toy, "VOCAB", tokenizer.vocab_size)
+    spread = (toy.np.arange(tokenizer.vocab_size, dtype=toy.np.uint64) + toy.np.uint64(1)) * toy.np.uint64(0x9E3779B97F4A7C15)
+    monkeypatch.setattr(toy, "SPREAD", spread)
+
+
+def say(prompt: str) -> str:
+    """A call with a little reasoning and text before it; the last turn of four in a loop answers instead."""
+    turn = prompt.count("<tool_response>\n") + prompt.count("Next question")
+    head = "" if prompt.rstrip().endswith("</think>") else f"I should look at part {turn} of it.\n</think>\n\n"
+    if turn % 4 == 3:
+        return f"{head}Part {turn} is done, everything in it is as it was."
+    call = {"arguments": {"path": f"src/part{turn}.py", "lines": 20 + turn}, "name": "read_file"}
+    return f"{head}Looking at part {turn}.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def result_of(turn: int) -> str:
+    return "\n".join(f"{line}: value_{turn}_{line} = {line * turn}" for line in range(12))
+
+
+class Messages:
+    """A client of /v1/messages. Reasoning is sent back."""
+
+    path = "/v1/messages"
+
+    def __init__(self) -> None:
+        self.messages = [{"role": "user", "content": "Please go through the parts."}]
+
+    def body(self) -> dict:
+        tools = [{"name": name, "description": text, "input_schema": SCHEMA} for name, text in TOOLS]
+        return {"model": "m", "max_tokens": 800, "system": RULES, "tools": tools, "messages": self.messages,
+                "thinking": {"type": "enabled", "budget_tokens": 400}}
+
+    def take(self, reply: dict, turn: int) -> None:
+        self.messages.append({"role": "assistant", "content": reply["content"]})
+        calls = [block for block in reply["content"] if block["type"] == "tool_use"]
+        content = [{"type": "tool_result", "tool_use_id": call["id"], "content": result_of(turn)} for call in calls]
+        self.messages.append({"role": "user", "content": content or f"Next question {turn}: what about the rest?"})
+
+
+class Chat:
+    """A client of /v1/chat/completions. Reasoning is dropped."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self) -> None:
+        self.messages = [{"role": "system", "content": RULES}, {"role": "user", "content": "Please go through the parts."}]
+
+    def body(self) -> dict:
+        tools = [{"type": "function", "function": {"name": name, "description": text, "parameters": SCHEMA}}
+                 for name, text in TOOLS]
+        return {"model": "m", "max_tokens": 800, "tools": tools, "messages": self.messages}
+
+    def take(self, reply: dict, turn: int) -> None:
+        message = reply["choices"][0]["message"]
+        kept = {"role": "assistant", "content": message.get("content")}
+        calls = message.get("tool_calls") or []
+        if calls:
+            kept["tool_calls"] = [{**call, "function": {**call["function"], "arguments": json.dumps(
+                json.loads(call["function"]["arguments"]), sort_keys=True)}} for call in calls]
+        self.messages.append(kept)
+        for call in calls:
+            self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result_of(turn)})
+        if not calls:
+            self.messages.append({"role": "user", "content": f"Next question {turn}: what about the rest?"})
+
+
+@pytest.mark.parametrize("client_type", [Messages, Chat])
+@pytest.mark.parametrize("name,pauses", [("json", True), ("qwen3.5", True), ("qwen3.5", False)])
+async def test_twelve_turns_reuse_what_the_turn_before_held(start, tokenizer, wide_toy, name, client_type, pauses, capsys):
+    template, engine, client = open_template({}, tokenizer, name), ForcedEngine(tokenizer, say), client_type()
+    if not pauses:
+        engine.settle = lambda tokens, system_len: None
+    running = await start(engine=engine, template=template)
+    engine.start()
+    while engine.status().state != "ready":
+        await asyncio.sleep(0.01)
+    reused = held = total = 0
+    for turn in range(TURNS):
+        status, reply = await running.post(client.path, client.body())
+        assert status == 200, reply
+        client.take(reply, turn)
+        cached = num_cached(reply)
+        if turn:
+            reused, held, total = reused + cached, held + len(before), total + len(engine.prompts[-1])
+        said = tokenizer.encode(say(tokenizer.decode(engine.prompts[-1])), control=True)
+        before = (*engine.prompts[-1], *said)
+        while pauses and is_settling(running):
+            await asyncio.sleep(0.005)
+    with capsys.disabled():
+        print(f"\n  {client_type.__name__:8} {name:8} {'pause' if pauses else 'none ':5} reused {reused / held:.1%} of what "
+              f"the turn before held, {reused / total:.1%} of all prompt tokens")
+    engine.close()
+    assert reused / held >= (0.97 if pauses else 0.90)
+
+
+def is_settling(running) -> bool:
+    stepper = running.engine._stepper
+    return bool(running.daemon.executor._work_queue.qsize()) or running.engine._inbox.qsize() > 0 or stepper.has_spare_work
+
+
+def num_cached(reply: dict) -> int:
+    usage = reply["usage"]
+    if "prompt_tokens_details" in usage:
+        return usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["cache_read_input_tokens"]
