@@ -22,6 +22,7 @@ from aiohttp import web
 from q27app.daemon.capture import Capture
 from q27app.daemon.hub import Hub
 from q27app.daemon.machine import Machine
+from q27app.daemon.turns import Turns
 from q27app.errors import Overloaded
 from q27app.metrics import Metrics
 
@@ -38,6 +39,8 @@ HEARTBEAT_LIMIT_S = 120.0
 """Age of the engine's last sign of life at which it counts as hung."""
 EXTRA_ACTIVE = 256
 """Requests that may be in flight beside those that wait: running, being read, being rendered, being written."""
+MIN_EXPLAINED = 256
+"""Tokens of an earlier text from which on it is worth a log line that they were computed again."""
 NUM_WORKERS = 2
 """Threads that render and tokenise long prompts."""
 
@@ -130,6 +133,7 @@ class Daemon:
         self.capture = _open_capture(config)
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
+        self.turns = Turns(self)
         self._constraints: tuple[int, Constraints] | None = None
 
     def constraints(self) -> Constraints:
@@ -201,6 +205,17 @@ class Daemon:
             "finish": record.finish,
         }
         log.info("%s", " ".join(f"{name}={value}" for name, value in line.items()))
+        self._explain_reuse(record)
+
+    def _explain_reuse(self, record: RequestRecord) -> None:
+        """Name the reason, and the token that the prompt left the earlier text at, where half of it was computed again."""
+        reuse = None if record.stats is None else record.stats.reuse
+        if reuse is None or reuse.reason in ("", "new") or reuse.possible < MIN_EXPLAINED:
+            return
+        expected, given = (self.tokenizer.token_name(token) if token >= 0 else "(end)"
+                           for token in (reuse.expected, reuse.given))
+        log.info("id=%s reused %d of %d possible tokens, reason=%s: token %d is %r (%d), the earlier text had %r (%d)", record.id,
+                 reuse.num_tokens, reuse.possible, reuse.reason, reuse.shared, given, reuse.given, expected, reuse.expected)
 
     def _count(self, record: RequestRecord) -> None:
         metrics, api = self.metrics, record.dialect

@@ -87,7 +87,7 @@ def _translated_all(
     for event in events:
         choice = choices[event.request_id]
         try:
-            fresh = _translated(event, choice, choices, record)
+            fresh = _translated(daemon, event, choice, choices, record)
         except Q27Error as error:
             return merged(deltas), error
         deltas += fresh if choice.index == 0 else [replace(delta, index=choice.index) for delta in fresh]
@@ -98,7 +98,7 @@ def _translated_all(
 
 
 def _translated(
-    event: TokenEvent, choice: Choice, choices: dict[str, Choice], record: RequestRecord
+    daemon: Daemon, event: TokenEvent, choice: Choice, choices: dict[str, Choice], record: RequestRecord
 ) -> list[Delta]:
     """One event's deltas; keeps the record up to date. Raises the error that the event carries."""
     if event.prefilled is not None and not event.tokens and record.phase != "decode":
@@ -120,6 +120,9 @@ def _translated(
             raise event.error or Cancelled("the request was cancelled by the operator.")
         deltas += translation.finish(event, record.num_prompt)
         record.finish = deltas[-1].finish or record.finish
+    choice.turn.feed(event, deltas)
+    if choice.turn.has_ended:
+        daemon.turns.ended(choice.turn, not translation.rescues and not translation.num_missed)
     _count(record, choices)
     return deltas
 
