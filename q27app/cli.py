@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "synth": ("q27app.cli_weights:synth", "Write a constructed checkpoint for tests and measurements."),
     "list": ("q27app.cli_config:list_models", "List the models that can be named."),
     "bench": ("q27app.cli_bench:bench", "Measure the model's answers."),
+    "cache": ("q27app.cli_cache:cache", "Show or empty the folder where computed prompts are kept."),
     "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
     "version": ("q27app.cli_config:version", "Print versions."),
 }

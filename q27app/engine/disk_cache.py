@@ -64,6 +64,7 @@ class DiskCache:
             log.error("the disk cache is off: %s cannot be used: %s", self.folder, error.strerror or error)
             return False
         remove_leftovers(self.folder)
+        evict(self.folder, self._budget)
         self._refresh()
         return True
 
