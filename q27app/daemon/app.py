@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from q27app.daemon import admin, anthropic, models, openai_chat, openai_completions, openai_responses, sse
+from q27app.daemon import (
+    admin,
+    anthropic,
+    models,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    sse,
+    text_routes,
+)
 from q27app.daemon.access import (
     Keys,
     check_browser,
@@ -66,9 +75,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: C
         ("/ready", admin.ready),
         ("/status", admin.status),
         ("/metrics", admin.metrics),
+        ("/openapi.json", text_routes.openapi),
         ("/admin/events", admin.events),
     ):
         app.router.add_get(path, handler)
+    app.router.add_post("/tokenize", text_routes.tokenize)
+    app.router.add_post("/detokenize", text_routes.detokenize)
+    app.router.add_post("/apply-template", text_routes.apply_template)
     app.router.add_post("/admin/load", admin.load)
     app.router.add_post("/admin/unload", admin.unload)
     app.router.add_post("/admin/cancel/{id}", admin.cancel)
