@@ -120,10 +120,10 @@ def _curved(name: str, text: str, trend: list[float | None], top: float | None, 
     return labelled(name, (text + " ", ""), (curve, "accent"))
 
 
-def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: Marks) -> list[Line]:
-    """What the engine does and has done."""
+def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: Marks, failure: str = "") -> list[Line]:
+    """What the engine does and has done; failure: why nothing is known of it."""
     if snapshot is None:
-        return [[("no data yet", "dim")]]
+        return [[(piece, "bad")] for piece in _wrapped(failure, width)] or [[("no data yet", "dim")]]
     lines: list[Line] = []
     if snapshot.error:
         lines += [[(piece, "bad")] for piece in _wrapped(f"{snapshot.state}: {snapshot.error}", width)[:4]]

@@ -29,6 +29,14 @@ async def test_ascii_draws_nothing_above_seven_bits(daemon_of, open_screens, sam
         assert screens.text.isascii()
 
 
+async def test_without_any_answer_the_reason_is_shown(daemon_of, open_screens):
+    async with daemon_of("idle") as daemon:
+        daemon.status = None
+        async with open_screens(daemon) as screens:
+            await screens.shows("no status.")
+            assert "no answer" in screens.text
+
+
 async def test_a_tiny_terminal_gets_one_line(daemon_of, open_screens):
     async with daemon_of("busy") as daemon, open_screens(daemon, (39, 11)) as screens:
         lines = screens.text.splitlines()

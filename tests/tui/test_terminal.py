@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -91,6 +92,22 @@ async def test_a_visit_in_tmux(terminal, daemon_of):
 
 
 @needs_tmux
+async def test_no_color_is_obeyed(terminal, daemon_of):
+    async with daemon_of("failed") as daemon:
+        await terminal.type(f"NO_COLOR=1 {sys.executable} -m q27app --ascii --connect {daemon.url}", "Enter")
+        await terminal.shows("illegal memory")
+        drawn = await terminal.tmux("capture-pane", "-p", "-e")
+        assert "38;" in drawn and not [found for found in re.findall(r"\x1b\[([0-9;]*)m", drawn) if has_color(found)]
+        assert drawn.isascii()
+
+
+def has_color(codes: str) -> bool:
+    """Whether a sequence sets a colour that is no gray, of 24 bits or of the palette."""
+    grays = r"[34]8;2;(\d+);\1;\1(?!\d)|[34]8;5;(23[2-9]|24\d|25[0-5]|16|59|102|145|188|231)(?!\d)"
+    return any(re.fullmatch(r"3[0-8]|4[0-8]|9\d|10\d", code) for code in re.sub(grays, "", codes).split(";"))
+
+
+@needs_tmux
 async def test_kill_9_in_an_answer_keeps_history_terminal_and_daemon(terminal, daemon_of):
     async with daemon_of("idle") as daemon:
         daemon.script = lambda body: [step for count in range(10_000) for step in (f"w{count} ", 0.02)]
@@ -119,6 +136,7 @@ async def test_kill_9_in_an_answer_keeps_history_terminal_and_daemon(terminal, d
         assert daemon.num_broken_off == 1
 
 
+@pytest.mark.long
 @needs_tmux
 async def test_the_screens_leave_when_their_guard_is_killed(terminal, daemon_of):
     async with daemon_of("idle") as daemon:

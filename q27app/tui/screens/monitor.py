@@ -74,7 +74,8 @@ class Monitor(Room):
         return panels.card_lines(self.app.snapshot, self.app.trends or NO_TRENDS, width, self.app.marks)
 
     def _engine(self, width: int, height: int) -> list[Line]:
-        return panels.engine_lines(self.app.snapshot, self.app.trends or NO_TRENDS, width, self.app.marks)
+        app = self.app
+        return panels.engine_lines(app.snapshot, app.trends or NO_TRENDS, width, app.marks, app.failure)
 
     def _log(self, width: int, height: int) -> list[Line]:
         lines = [panels.log_line(event) for event in list(self.app.log_events)[-height:]] if height else []
