@@ -15,6 +15,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_cache         cache list, cache clear
       cli_tui           the screens, status, chat
       cli_bench         bench demo-eval
+      cli_setup         plan
       cli_progress      progress on standard error
       __main__          python -m q27app
     tui               ROOM 7. the terminal

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cache": ("q27app.cli_cache:cache", "Show or empty the folder where computed prompts are kept."),
     "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
     "version": ("q27app.cli_config:version", "Print versions."),
+    "plan": ("q27app.cli_setup:plan", "Say what a card should run, and why."),
 }
 """Command -> (module:attribute, the line that help shows)."""
 

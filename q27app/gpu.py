@@ -55,6 +55,17 @@ class DriverInfo:
     cuda: tuple[int, int] | None
 
 
+@dataclass(frozen=True)
+class CardUse:
+    """Who uses a card. users: (pid, name, bytes), the largest first. pcie: (generation, width) now, and the most it could."""
+
+    users: tuple[tuple[int, str, int], ...] = ()
+    has_display: bool = False
+    pcie: tuple[int, int] | None = None
+    pcie_max: tuple[int, int] | None = None
+    power_default_w: float | None = None
+
+
 def nvidia_device_exists() -> bool:
     """Whether this machine has an NVIDIA device, usable or not. Looks at files first: no driver call where they tell."""
     try:
@@ -73,6 +84,23 @@ def read_gpus() -> tuple[GpuInfo, ...]:
 def read_driver() -> DriverInfo | None:
     """The driver's versions, or None without a working one."""
     return _with_nvml(_read_driver, None)
+
+
+def driver_trouble() -> str:
+    """Why the driver does not answer, in NVML's words ("Driver/library version mismatch"), or ""."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # the library is absent, or NVML's own kinds
+        return str(error) or type(error).__name__
+    pynvml.nvmlShutdown()
+    return ""
+
+
+def read_card_use(index: int) -> CardUse:
+    """Programs on the card, its link and its display; what the driver does not tell is absent."""
+    return _with_nvml(lambda nvml: _read_use(nvml, index), CardUse())
 
 
 def read_host() -> HostInfo:
@@ -154,3 +182,24 @@ def _read_driver(nvml: Any) -> DriverInfo:
     cuda = _tried(nvml.nvmlSystemGetCudaDriverVersion)
     pair = (cuda // 1000, cuda % 1000 // 10) if cuda else None
     return DriverInfo(_tried(nvml.nvmlSystemGetDriverVersion) or "", pair)
+
+
+def _read_use(nvml: Any, index: int) -> CardUse:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    found: dict[int, int] = {}
+    for call in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        for process in _tried(call, handle) or ():
+            found[process.pid] = max(found.get(process.pid, 0), getattr(process, "usedGpuMemory", None) or 0)
+    users = sorted(((pid, _process_name(pid), size) for pid, size in found.items()), key=lambda user: -user[2])
+    now = (_tried(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle), _tried(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle))
+    most = (_tried(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle), _tried(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle))
+    default = _tried(nvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
+    return CardUse(tuple(users), bool(_tried(nvml.nvmlDeviceGetDisplayActive, handle)),
+                   now if all(now) else None, most if all(most) else None, None if default is None else default / 1000)
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()[:40] or "?"
+    except OSError:
+        return "?"

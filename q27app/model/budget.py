@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from q27app.errors import OutOfMemory, UsageError
 from q27app.kernels.batch import BLOCK_POSITIONS
-from q27app.kernels.kv_formats import kv_format as find_kv_format
+from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_kv_format
 from q27app.model.config import ModelConfig
 
 MIN_CONTEXT = 2048
@@ -70,6 +70,11 @@ def block_bytes(config: ModelConfig, kv_format: str) -> int:
     row = form.key_row_bytes(config.num_kv_heads, config.head_dim)
     row += form.value_row_bytes(config.num_kv_heads, config.head_dim)
     return BLOCK_POSITIONS * config.num_kv_layers * row
+
+
+def kv_formats_for(compute_capability: tuple[int, int]) -> list[str]:
+    """Names of the KV formats of this version that a card of this capability computes with, in the registry's order."""
+    return [name for name, form in KV_FORMATS.items() if compute_capability >= form.min_compute_capability]
 
 
 def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> int:
