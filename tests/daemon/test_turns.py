@@ -155,6 +155,25 @@ async def test_twelve_turns_reuse_what_the_turn_before_held(start, tokenizer, wi
     assert reused / held >= (0.97 if pauses else 0.90)
 
 
+async def test_a_prompt_that_leaves_the_earlier_text_early_is_explained(start, tokenizer, wide_toy, caplog):
+    engine = ForcedEngine(tokenizer, say)
+    running = await start(engine=engine, template=open_template({}, tokenizer, "json"))
+    engine.start()
+    while engine.status().state != "ready":
+        await asyncio.sleep(0.01)
+    caplog.set_level("INFO", "q27app.requests")
+    words = "one two three four five six seven eight nine ten " * 60
+    for text in (words, words[:300] + "X" + words[301:], words):
+        await running.post("/v1/messages", {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": text}]})
+    (line,) = [record.getMessage() for record in caplog.records if "possible tokens" in record.message]
+    assert "reason=diverged" in line and "is 'X' (" in line and f"had {words[300]!r} (" in line
+    async with running.session.get(running.url + "/metrics") as reply:
+        metrics = await reply.text()
+    assert 'q27app_prefix_misses_total{reason="diverged"} 1.0' in metrics
+    assert "q27app_prefix_snapshots" in metrics and 'q27app_prefix_hits_total{kind=' in metrics
+    engine.close()
+
+
 def is_settling(running) -> bool:
     stepper = running.engine._stepper
     return bool(running.daemon.executor._work_queue.qsize()) or running.engine._inbox.qsize() > 0 or stepper.has_spare_work

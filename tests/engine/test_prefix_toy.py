@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 from q27app.engine.disk_cache import DiskCache
 from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.errors import Q27Error
 from q27app.engine.snapshot_cache import SnapshotCache
-from tests.engine.conversations import actions, play, settle_all, told
+from tests.engine.conversations import actions, play, settle_all
 from tests.engine.toy import VOCAB, Desk, expected_text, load_toy, mix
 
 DISK = {"min_tokens": 64, "step": 64}
@@ -99,7 +99,6 @@ def test_a_failed_pass_leaves_nothing():
     desk.stepper.step(), desk.stepper.step()
 
     def fail(batch):
-        from q27app.errors import Q27Error
         raise Q27Error("the pass failed.")
 
     desk.model.before = fail
@@ -150,6 +149,21 @@ def test_reasons_tell_where_a_prompt_left_the_earlier_text():
     assert (told[1].shared, told[1].expected, told[1].given) == (170, base[170], changed[170])
     misses = desk.loaded.prefix_cache.to_dict()["misses"]
     assert misses == {"new": 2, "diverged": 1, "not_kept": 1}
+
+
+def test_what_memory_holds_of_a_state_is_not_read_from_disk_again(tmp_path):
+    base = prompt_of(300)
+    first = desk_of(folder=tmp_path)
+    ask(first, base)
+    first.stepper.settle(base, 0)
+    settle_all(first)
+    first.loaded.prefix_cache.close()
+    second = desk_of(folder=tmp_path)
+    assert ask(second, base[:150]) == 0
+    assert ask(second, base) == 256
+    (held,) = [snapshot for snapshot in second.loaded.prefix_cache.store if snapshot.num_tokens == 128]
+    (read,) = [snapshot for snapshot in second.loaded.prefix_cache.store if snapshot.kind == "disk"]
+    assert np.array_equal(held.blocks, read.blocks[:2])
 
 
 @pytest.mark.parametrize("device,states,blocks", [(0, 50, None), (2, 1, None), (1, 3, 12)])
