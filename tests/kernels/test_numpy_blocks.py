@@ -165,6 +165,19 @@ def test_a_delta_block_of_one_repeated_key_stays_exact():
     assert made.relative_error(state, expected_state) < 1e-5
 
 
+def test_small_decays_after_a_very_large_one_stay_exact():
+    """Sums of log decays near -190 have steps of 1.5e-5 in float32."""
+    config = made.TINY
+    q, k, v, beta, g = block_inputs(config, 64)
+    g[...] = -3e-3
+    g[0] = -190
+    state = np.zeros((4, 8, 8), np.float32)
+    expected_state = state.astype(np.float64)
+    expected = steps(expected_state, [part.astype(np.float64) for part in (q, k, v, beta, g)])
+    assert made.relative_error(delta_block(state, q, k, v, beta, g), expected) < 1e-6
+    assert made.relative_error(state, expected_state) < 1e-6
+
+
 def test_a_row_of_a_delta_block_does_not_depend_on_later_rows():
     config = made.DEMO
     inputs = block_inputs(config, 64)
