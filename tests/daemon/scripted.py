@@ -264,6 +264,7 @@ class TickingEngine(ScriptedEngine):
     def __init__(self, tokenizer: Any, text: str, tick_s: float, slots: int, max_queue: int) -> None:
         self.text, self.tick_s = text, tick_s
         super().__init__(tokenizer, slots=0, max_queue=max_queue)
+        self.requests = deque(maxlen=64)  # type: ignore[assignment]
         self.slots = slots
         self._threads = [threading.Thread(target=self._tick_forever, daemon=True)]
         self._threads[0].start()
@@ -304,7 +305,7 @@ def _shared(old: Sequence[int], new: Sequence[int]) -> int:
     )
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """True as soon as `condition` holds; False after the timeout. For threads."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -34,7 +34,7 @@ async def open_stream(running, path: str, body: dict, stream: bool = True):
     return reader, writer
 
 
-async def until(condition, timeout_s: float = 5.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     """Returns as soon as `condition` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -155,7 +155,7 @@ async def test_a_slow_reader_does_not_stall_others(start):
             + raw
         )
         await until(lambda: running.engine.said == 24_000 and running.engine.is_idle)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             status, reply = await running.post("/v1/completions", {"prompt": "hi", "max_tokens": 10})
         assert (status, reply["choices"][0]["text"]) == (200, "quick")
         assert len(running.daemon.active) == 1, "the slow reader should still have most of its answer to read"

@@ -53,7 +53,7 @@ class Screens:
         text = "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
         return text.replace(str(self.daemon.port), "18027") + "\n"
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         """Wait for something; fails with the screen's text."""
         deadline = time.monotonic() + timeout_s
         while not condition():
