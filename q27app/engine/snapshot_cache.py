@@ -32,6 +32,7 @@ from q27app.kernels.batch import BLOCK_POSITIONS
 
 RING_STEP = 4096
 MAX_RECENT = 32
+MAX_LAST_WRITES = 2
 WANTED_BY_DISK = ("system", "settled")
 
 
@@ -224,7 +225,9 @@ class SnapshotCache:
             self._disk.write(snapshot.tokens, kind, self.store.export(snapshot), blocks)
 
     def close(self) -> None:
-        """Write what waits for the disk, forget the rest."""
+        """Write the latest of what waits for the disk, forget the rest."""
+        while len(self._to_disk) > MAX_LAST_WRITES:
+            self._to_disk.popleft()
         while self._to_disk and self._disk is not None:
             self.spare_step()
         if self._disk is not None:

@@ -19,6 +19,9 @@ from q27app.engine.request import Decision
 from q27app.engine.snapshot_cache import SnapshotCache
 from tests.engine import toy
 
+from .agent_script import Agent
+from .real_clients import claude_environment, install, run
+
 TURNS = 12
 RULES = "You are a careful engineer. " + " ".join(f"Rule {index}: keep file {index * 7} as it is." for index in range(90))
 TOOLS = [("read_file", "Reads a file."), ("run_tests", "Runs the tests.")]
@@ -43,19 +46,27 @@ class Forced:
 class ForcedEngine(Engine):
     """say(prompt text) -> what is answered."""
 
-    def __init__(self, tokenizer, say) -> None:
+    def __init__(self, tokenizer, say, max_context=32_768) -> None:
         def load(config, progress):
-            return toy.load_toy(slots=2, max_context=32_768, chunk=1024,
+            return toy.load_toy(slots=2, max_context=max_context, chunk=1024,
                                 make_cache=lambda loaded: SnapshotCache(loaded.state, loaded.blocks, (), 16 * 200))
 
         super().__init__(EngineConfig(model="toy.q27", checks_pools=True), load)
         self._tokenizer, self._say = tokenizer, say
         self.prompts: list[tuple[int, ...]] = []
+        self.said: list[list[int]] = []
+        self.reused: dict[str, int] = {}
 
     def submit(self, request, deliver) -> None:
-        said = self._say(self._tokenizer.decode(request.prompt))
         self.prompts.append(request.prompt)
-        super().submit(replace(request, guide=Forced(self._tokenizer.encode(said, control=True))), deliver)
+        self.said.append(self._tokenizer.encode(self._say(self._tokenizer.decode(request.prompt)), control=True))
+
+        def note(event) -> None:
+            if event.stats is not None:
+                self.reused[request.id] = event.stats.num_cached
+            deliver(event)
+
+        super().submit(replace(request, guide=Forced(self.said[-1])), note)
 
 
 @pytest.fixture
@@ -144,10 +155,9 @@ async def test_twelve_turns_reuse_what_the_turn_before_held(start, tokenizer, wi
         cached = num_cached(reply)
         if turn:
             reused, held, total = reused + cached, held + len(before), total + len(engine.prompts[-1])
-        said = tokenizer.encode(say(tokenizer.decode(engine.prompts[-1])), control=True)
-        before = (*engine.prompts[-1], *said)
-        while pauses and is_settling(running):
-            await asyncio.sleep(0.005)
+        before = (*engine.prompts[-1], *engine.said[-1])
+        if pauses:
+            await settled(running)
     with capsys.disabled():
         print(f"\n  {client_type.__name__:8} {name:8} {'pause' if pauses else 'none ':5} reused {reused / held:.1%} of what "
               f"the turn before held, {reused / total:.1%} of all prompt tokens")
@@ -172,6 +182,51 @@ async def test_a_prompt_that_leaves_the_earlier_text_early_is_explained(start, t
     assert 'q27app_prefix_misses_total{reason="diverged"} 1.0' in metrics
     assert "q27app_prefix_snapshots" in metrics and 'q27app_prefix_hits_total{kind=' in metrics
     engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["json", "qwen3.8"])
+async def test_claude_code_reuses_its_own_turns(start, tokenizer, wide_toy, tmp_path_factory, tmp_path, name, capsys):
+    program = install("@anthropic-ai/claude-code", tmp_path_factory.mktemp("claude-code"))
+    home = tmp_path / "claude-home"
+    (home / "work").mkdir(parents=True)
+    note = home / "work" / "note.txt"
+    note.write_text("size = 3\n" * 40)
+    template = open_template({}, tokenizer, name)
+    agent = Agent(tokenizer, template.dialect, "Read", [
+        ("I read it.", "Read", {"file_path": str(note)}),
+        ("Now I count.", "Bash", {"command": "wc -l < note.txt", "description": "counts"}),
+        ("And once more.", "Bash", {"command": "cat note.txt", "description": "shows"}),
+    ], "All done.")
+
+    def say(prompt: str) -> str:
+        request = type("Asked", (), {"prompt": tokenizer.encode(prompt)})
+        return "".join(step for step in agent.answer(request) if isinstance(step, str))
+
+    engine = ForcedEngine(tokenizer, say, max_context=400_000)
+    running = await start(engine=engine, template=template)
+    engine.start()
+    code, out, err = await run([program, "-p", "look at it", "--allowedTools", "Read", "Bash"], home / "work",
+                               claude_environment(running.url, home))
+    assert (code, out.strip()) == (0, "All done."), err
+    turns = [(prompt, said, cached) for prompt, said, cached in zip(
+        engine.prompts, engine.said, engine.reused.values(), strict=True) if len(prompt) > 20_000]
+    held = [len(prompt) + len(said) for prompt, said, _ in turns[:-1]]
+    reused = [cached for _, _, cached in turns[1:]]
+    with capsys.disabled():
+        print(f"\n  Claude Code {name}: prompts {[len(prompt) for prompt, _, _ in turns]}, held {held}, reused {reused}: "
+              f"{sum(reused) / sum(held):.1%}")
+    engine.close()
+    assert len(turns) == agent.num_turns == 4 and sum(reused) >= 0.9 * sum(held)
+
+
+async def settled(running) -> None:
+    """The daemon has said what comes next, and the engine has computed it."""
+    for _ in range(2):
+        await asyncio.gather(*(asyncio.wrap_future(running.daemon.executor.submit(int)) for _ in range(2)))
+        await asyncio.sleep(0.02)
+        while is_settling(running):
+            await asyncio.sleep(0.005)
 
 
 def is_settling(running) -> bool:

@@ -101,7 +101,7 @@ def interleavings(dense, cold, folder, count):
 
 
 def test_any_interleaving_has_the_bits_of_cold_runs(dense, cold, tmp_path):
-    interleavings(dense, cold, tmp_path, 4)
+    interleavings(dense, cold, tmp_path, 3)
 
 
 @pytest.mark.long

@@ -173,7 +173,7 @@ def test_any_interleaving_gives_the_cold_text(tmp_path, device, states, blocks):
     def cold(request):
         return expected_text(request.prompt, request.params.max_tokens, request.params)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(actions(150), st.booleans(), st.sampled_from([64, 128]))
     def run(todo, has_disk, chunk):
         folder = tmp_path / str(next(folders)) if has_disk else None
