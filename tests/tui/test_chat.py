@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import base64
 import json
 
@@ -49,7 +50,7 @@ async def test_an_answer_streams_is_kept_and_has_its_figures(chat, tmp_path):
     assert daemon.asked[0]["messages"] == [{"role": "user", "content": "Say much\nplease"}]
 
 
-async def test_a_conversation_is_readable_at_every_size(daemon_of, open_screens, same_at_all_sizes, tmp_path):
+async def test_a_conversation_is_readable_at_every_size(daemon_of, open_screens, same_at_all_sizes, tmp_path, clock):
     with History(tmp_path / "history.db") as history:
         talk = history.create("How do I read a file?")
         first = history.add(talk, None, "user", "How do I read a file?")
@@ -57,9 +58,11 @@ async def test_a_conversation_is_readable_at_every_size(daemon_of, open_screens,
         answer = history.add(talk, first, "assistant", MARKDOWN, reasoning="hm", stats=stats | {"model": "Qwen3.6-27B"})
         second = history.add(talk, answer, "user", "And now call the tool, please.")
         history.add(talk, second, "assistant", "", calls=[{"name": "read", "arguments": '{"path": "a.txt"}'}], state="stopped")
-    async with daemon_of("idle") as daemon, open_screens(daemon, first="chat") as screens:
+    async with daemon_of("idle") as daemon, open_screens(daemon, first="chat", clock=clock) as screens:
         await screens.shows("Ask something")
-        await screens.pilot.press("f2", "enter")
+        await screens.pilot.press("f2")
+        await screens.shows("How do I read a file?")
+        await screens.pilot.press("enter")
         await screens.shows("call read")
         await screens.pilot.press("f2")
         await same_at_all_sizes(screens, "chat")
@@ -80,7 +83,7 @@ async def test_reasoning_is_folded_and_not_drawn_until_it_is_opened(chat):
     daemon.usage = {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 5}}
     await screens.say("think")
     await screens.shows("The answer.")
-    await screens.shows("thought 0.1 s, 5 tokens")
+    await screens.until(lambda: re.search(r"thought \d+\.\d s, 5 tokens", screens.text))
     assert "deep thoughts" not in screens.text
     await screens.pilot.press("f4")
     await screens.shows("deep thoughts")
