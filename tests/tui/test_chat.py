@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import base64
 import json
+import re
 
 import pytest
 from aiohttp import web
