@@ -263,7 +263,7 @@ async def _until_stopped(engine: Engine, stop: _Signals, notifier: Notifier) -> 
             if notifier.is_supervised:
                 notifier.tell(STATUS="the engine died")
                 return EXIT_ENGINE_DIED
-        if status.state == "ready" and (status.heartbeat_age_s or 0) < 60:
+        if status.state != "failed" and (status.heartbeat_age_s or 0) < 60:  # the engine's thread lives, also without a model
             notifier.tell(WATCHDOG="1")
         await _sleep_until(stop.asked, POLL_S)
     return EXIT_OK

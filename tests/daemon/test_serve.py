@@ -173,6 +173,20 @@ async def test_readiness_is_told_only_when_the_model_answers(program, supervisor
     assert "READY=1" in text and "WATCHDOG=1" in text
 
 
+@pytest.mark.parametrize(("state", "age", "lives"), [("unloaded", 1.0, True), ("ready", 90.0, False), ("failed", 1.0, False)])
+async def test_the_watchdog_follows_the_engines_heartbeat(program, supervisor, engine_of, state, age, lives):
+    address, read = supervisor
+    engine = engine_of()
+    engine.state.state, engine.state.heartbeat_age_s = "loading", age
+    _, task, _ = await program(notifier=Notifier(address), engine=engine)
+    read()
+    engine.state.state = state
+    await asyncio.sleep(0.6)
+    assert ("WATCHDOG=1" in read()) == lives
+    if state == "failed":
+        task.exception()
+
+
 async def test_an_absent_supervisor_is_no_failure(program):
     url, task, _ = await program(notifier=Notifier("@q27app-no-such-socket"))
     send(signal.SIGTERM)
