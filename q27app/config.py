@@ -103,6 +103,8 @@ class ModelSection:
     """Where drafts come from: the model's draft layer (mtp), repeats of the text (suffix), auto = both. Never changes a text."""
     max_draft: int = setting(15, low=1, high=15)
     """Most drafts in one pass; how many of them are worth their price is measured as it goes."""
+    repos: tuple[str, ...] = setting(())
+    """Where q27app pull finds a tier: entries "3.6/q4s=owner/repo:file.q27"."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Commands about model files: pull, import, show, rm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from q27app.errors import Q27Error
+
+
+@click.command()
+@click.argument("what", metavar="TIER|REPO[:FILE]")
+@click.option("--generation", type=click.Choice(["3.6", "3.8"]), default="3.6", show_default=True, help="Of a tier.")
+@click.option("--stall", "stall_s", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, help="Seconds of silence that end an attempt.")
+def pull(what: str, generation: str, stall_s: float) -> None:
+    """Download a model from the Hugging Face hub.
+
+    Goes on where it stopped; HF_ENDPOINT names another hub.
+    """
+    from q27app.cli_progress import Progress
+    from q27app.config import load_config
+    from q27app.setup.models import find_source, pull as fetch
+
+    source = find_source(what, generation, load_config().model.repos)
+    progress = Progress("fetched")
+    try:
+        paths = fetch(source, progress, stall_s)
+    finally:
+        progress.close()
+    for path in paths:
+        click.echo(path)
+    if paths[0].suffix != ".q27":
+        click.echo(f"Convert it: q27app import {paths[0] if len(paths) == 1 else paths[0].parent}", err=True)
+
+
+@click.command("import")
+@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+@click.option("--copy", "how", flag_value="copy", default="copy", help="Copy a .q27 (default).")
+@click.option("--link", "how", flag_value="link", help="Link a .q27.")
+@click.option("--move", "how", flag_value="move", help="Move a .q27.")
+@click.option("--tier", default="q4s", show_default=True, help="Tier to convert a GGUF or safetensors folder to.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+def import_model(path: Path, how: str, tier: str, dry_run: bool) -> None:
+    """Take a .q27, GGUF or safetensors folder into the models folder."""
+    from q27app.cli_progress import Progress
+    from q27app.paths import ensured
+    from q27app.setup.models import place, plan_import
+    from q27app.weights.convert import convert
+
+    found = plan_import(path)
+    deed = how if found.kind == "q27" else f"convert to {tier}"
+    if dry_run:
+        click.echo(f"{found.kind}: would {deed}: {found.target}")
+        return
+    if found.kind == "q27":
+        place(found, how)
+    else:
+        ensured(found.target.parent)
+        progress = Progress("converted")
+        try:
+            convert(str(path), str(found.target), tier, None, progress)
+        finally:
+            progress.close()
+    click.echo(found.target)
+
+
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def show(name: str, as_json: bool) -> None:
+    """Show a model: tier, size, and whether it fits this card."""
+    from q27app.gpu import read_gpus
+    from q27app.paths import resolve_model
+    from q27app.setup.checkpoints import checkpoint_of
+    from q27app.setup.machine import choose_card, read_machine
+    from q27app.setup.plan import Wishes, make_plan
+
+    path = resolve_model(name)
+    checkpoint = checkpoint_of(path)
+    facts = {"name": checkpoint.name, "path": str(path), "bytes": path.stat().st_size, "tier": checkpoint.tier,
+             "generation": checkpoint.generation, "native_context": checkpoint.config.max_context}
+    card = choose_card(None, read_gpus())
+    if card is None:
+        facts |= {"fits": None, "why": "no NVIDIA card answers"}
+    else:
+        try:
+            plan = make_plan(read_machine(card), Wishes(checkpoint=checkpoint))
+            facts |= {"fits": True, "why": f"{plan.context} tokens x {plan.slots} on {card.name}"}
+        except Q27Error as error:
+            facts |= {"fits": False, "why": error.message.splitlines()[0]}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        click.echo(f"{key:<15} {value}")
+
+
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(name: str, yes: bool) -> None:
+    """Delete a model of the models folder."""
+    from q27app.setup.models import find_installed, remove
+
+    path = find_installed(name)
+    if not yes:
+        click.confirm(f"Delete {path} ({path.stat().st_size / 1e9:.2f} GB)?", abort=True)
+    path, size = remove(name)
+    click.echo(f"Deleted {path}, {size / 1e9:.3f} GB freed.")
