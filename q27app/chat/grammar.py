@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_SOURCE_CHARS = 262_144
 CALL_OPEN, CALL_CLOSE = "<tool_call>\n", "\n</tool_call>"
+SPACE = "[ \\n\\t]{0,20}"
+"""Between the tokens of a JSON value: enough for a layout, too little for a model that would write blanks for ever."""
 _TYPED = ("integer", "number", "boolean", "array", "object")
 _HEAD = "BLANKS: /[ \\n\\t]{0,8}/\n"
 
@@ -40,8 +42,9 @@ def is_available() -> bool:
 class Constraint:
     """The state of one answer. Owned by the engine thread once the request is submitted."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
         self._mask: np.ndarray | None = None
 
     @property
@@ -62,7 +65,7 @@ class Constraint:
         if not prefix and self._mask is not None:
             return self._mask
         count = self._matcher.try_consume_tokens(list(prefix)) if prefix else 0
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._num_words]
         if count:
             self._matcher.rollback(count)
         if not prefix:
@@ -76,6 +79,7 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
+        self._vocab_size = vocab_size
         wrapper = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
         self._vocabulary = LLTokenizer(wrapper, eos_token=list(tokenizer.eos_ids))
 
@@ -99,7 +103,7 @@ class Constraints:
             raise BadRequest(
                 f"{param}: the schema cannot be enforced: {_reason(problem)}.", "Leave that keyword out.", param
             )
-        return Constraint(LLMatcher(self._vocabulary, grammar, log_level=0))
+        return Constraint(LLMatcher(self._vocabulary, grammar, log_level=0), self._vocab_size)
 
 
 def _reason(problem: str) -> str:
@@ -204,7 +208,8 @@ def _object_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in schema.items() if key not in ("$schema", "$id")})
+    plain = {key: value for key, value in schema.items() if key not in ("$schema", "$id")}
+    return json.dumps({**plain, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": SPACE}})
 
 
 def _quoted(text: str) -> str:

@@ -66,6 +66,8 @@ def verdict(tokenizer, constraint, text: str) -> str:
         ('{"answer": "x"}', '"x"}'),
         ('{"other": 1}', 'other": 1}'),
         ("I think", "I think"),
+        ('{\n  "answer":\n\t' + " " * 18 + "17\n}", "done"),
+        ('{"answer":' + " " * 21 + "17}", " 17}"),
         ("", "goes on"),
     ],
 )
@@ -138,6 +140,14 @@ def test_what_cannot_be_enforced_is_refused(constraints, schema):
     with pytest.raises(BadRequest, match="response_format: the schema cannot be enforced: ") as caught:
         constraints.compile(grammar.answer_source({"type": "object", "properties": {"a": schema}}), "response_format")
     assert caught.value.param == "response_format" and "start:" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vocab_size", [265, 287, 288, 289, 320])
+def test_a_mask_has_a_bit_for_each_column_of_the_logits(tokenizer, vocab_size):
+    constraint = grammar.Constraints(tokenizer, vocab_size).compile(grammar.answer_source(SCHEMA), "x")
+    mask = constraint.mask(())
+    assert mask.shape == (-(-vocab_size // 32),)
+    assert not any(is_allowed(mask, token) for token in range(265, min(vocab_size, 32 * len(mask))))
 
 
 def test_too_many_schemas_are_refused(constraints):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
@@ -77,3 +78,29 @@ async def test_a_client_that_leaves_frees_its_slot(serving):
         while engine.status().running:
             await asyncio.sleep(0.01)
     assert engine.status().counters["cancels"] == 1
+
+
+async def test_masks_of_a_form_hold_in_the_real_engine(serving):
+    """The model wants to count; drafts and draws keep to the schema and to the required call all the same."""
+    pytest.importorskip("llguidance", reason="llguidance is in the extra json")
+    url, _ = serving
+    properties = {"ok": {"type": "boolean"}, "kind": {"enum": ["file", "folder"]}}
+    schema = {"type": "object", "properties": properties, "required": ["ok", "kind"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as gpt:
+        given = {"model": "nano", "messages": MESSAGES, "max_tokens": 500}
+        for temperature in (0, 1):
+            reply = await gpt.chat.completions.create(
+                **given, response_format=form, n=2, temperature=temperature, seed=7
+            )
+            for choice in reply.choices:
+                answer = json.loads(choice.message.content)
+                assert isinstance(answer["ok"], bool) and answer["kind"] in ("file", "folder") and len(answer) == 2
+                assert choice.finish_reason == "stop"
+            called = await gpt.chat.completions.create(
+                **given, tools=[tool], tool_choice="required", parallel_tool_calls=False, temperature=temperature
+            )
+            call = called.choices[0].message.tool_calls[0].function
+            assert (call.name, called.choices[0].finish_reason) == ("look", "tool_calls")
+            assert json.loads(call.arguments)["kind"] in ("file", "folder")
