@@ -15,6 +15,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_cache         cache list, cache clear
       cli_tui           the screens, status, chat
       cli_bench         bench demo-eval
+      cli_doctor        doctor
       cli_models        pull, import, show, rm
       cli_service       service
       cli_setup         plan

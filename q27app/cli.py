@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
     "version": ("q27app.cli_config:version", "Print versions."),
     "plan": ("q27app.cli_setup:plan", "Say what a card should run, and why."),
+    "doctor": ("q27app.cli_doctor:doctor", "Say what is wrong with this machine, and how to fix it."),
 }
 """Command -> (module:attribute, the line that help shows)."""
 
