@@ -180,7 +180,7 @@ async def test_events_tell_of_requests_and_log_lines(start):
 
         task = asyncio.create_task(read())
         await running.post("/v1/completions", {"prompt": "x"})
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             await task
     assert [event["event"] for event in found if event["event"] != "log"] == ["request_started", "request"]
     request = next(event for event in found if event["event"] == "request")

@@ -47,7 +47,7 @@ async def test_headers_and_a_first_event_come_before_a_slot_is_free(start, path)
     _, blocker = await open_stream(running, path, PATHS[path])
     await until(lambda: running.engine.num_running == 1)
     reader, writer = await open_stream(running, path, PATHS[path])
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(5):
         head = await reader.readuntil(b"\r\n\r\n")
         first = await reader.readuntil(b"\n\n")
     assert b"200 OK" in head and b"text/event-stream" in head and b"no-cache" in head

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import re
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
