@@ -19,15 +19,16 @@ def bench() -> None:
 
 
 @bench.command("demo-eval")
-@click.option("--model", "-m", default="demo", show_default=True, metavar="M", help="Path, name in the models folder, or demo.")
+@click.option("--model", "-m", default="demo", show_default=True, metavar="M",
+              help="Path, name in the models folder, or demo.")
 @click.option("--backend", metavar="auto|cuda|numpy", help="Where to compute.")
 @click.option("--template", metavar="auto|json|xml", help="How a conversation becomes a prompt; which tool dialect.")
 @click.option("--count", type=click.IntRange(1), help="Examples of each task and split; all of them by default.")
 @click.option("--task", "tasks", multiple=True, metavar="T", help="Only this task; may be given several times.")
 @click.option("--failures", is_flag=True, help="Also print every wrong answer, to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def demo_eval(model: str, backend: str | None, template: str | None, count: int | None, tasks: tuple[str, ...], failures: bool,
-              as_json: bool) -> None:
+def demo_eval(model: str, backend: str | None, template: str | None, count: int | None, tasks: tuple[str, ...],
+              failures: bool, as_json: bool) -> None:
     """Score the bundled model on its held-out sets.
 
     Two splits: "held" has other values, "new" also other wordings, names and tools than the training text.
@@ -68,4 +69,5 @@ def _complain(case: Any, answer: Any, right: bool) -> None:
     if not right:
         question = next((part.text for part in reversed(case.request.messages[-1].parts) if hasattr(part, "text")), "")
         said = answer.text or json.dumps([dict(call) for call in answer.calls])
-        click.echo(f"{case.task} {case.split}: {question[-120:]!r}\n  said {said[:200]!r}\n  check {json.dumps(case.check)[:200]}", err=True)
+        click.echo(f"{case.task} {case.split}: {question[-120:]!r}\n  said {said[:200]!r}\n"
+                   f"  check {json.dumps(case.check)[:200]}", err=True)

@@ -3,7 +3,7 @@
     python training/write_held_out.py [--count 30]
 
 One JSON object a line: task, split, thinking, tools, messages (without the last answer), check, expected (the last answer).
-The same count gives the same bytes.
+The same count and the same state of the repository, whose text is filler, give the same bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scores of the bundled model on its held-out sets, through engine, template and parser, greedily.
 
-The sets (data/demo_eval.jsonl.gz) hold tasks in two splits, neither of which occurs in training: "held" has the training's
-wordings and names with other values; "new" has wordings, names and tools that no training template holds. An example is right
-if its answer passes its check:
+The sets (data/demo_eval.jsonl.gz) hold tasks in two splits, neither of which occurs in training: "held" has the
+training's wordings and names with other values; "new" has wordings, names and tools that no training template holds.
+An example is right if its answer passes its check:
 
     kind      right if
     contains  every one of `values` is in the text, case ignored, and no call is made
@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 SPLITS = ("held", "new")
 MAX_TOKENS = 256
 AT_ONCE = 4
-TARGETS = {"facts": 0.90, "arithmetic": 0.95, "copying": 0.98, "recall_4k": 0.95, "tool_calls": 0.95, "json_valid": 0.98}
+TARGETS = {
+    "facts": 0.90, "arithmetic": 0.95, "copying": 0.98, "recall_4k": 0.95, "tool_calls": 0.95, "json_valid": 0.98,
+}
 """What the bundled model is meant to reach in both splits."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One example. request: everything before the answer. check: see the module. expected: the answer it was made with."""
+    """One example. request: all before the answer. check: see the module. expected: the answer it was made with."""
 
     task: str
     split: str
@@ -69,7 +71,7 @@ def cases_path() -> Path:
 
 
 def load_cases(count: int | None = None, tasks: Sequence[str] = ()) -> list[Case]:
-    """The first `count` examples of each task and split (None: all). Raises UsageError for a task that does not exist."""
+    """The first `count` examples of each task and split (None: all). Raises UsageError for an unknown task."""
     lines = [json.loads(line) for line in gzip.decompress(cases_path().read_bytes()).splitlines()]
     known = dict.fromkeys(line["task"] for line in lines)
     for task in tasks:

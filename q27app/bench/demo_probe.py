@@ -1,8 +1,8 @@
 """What tiers cost and drafts gain on the bundled model: bits per byte of held-out text, and acceptance by draft depth.
 
-Both drive the network directly, without an engine. Acceptance of depth d is the share of drafts that equal the token which
-greedy decoding writes there, among those whose d - 1 predecessors did; the draft layer's keys and values are those that
-serving would have.
+Both drive the network directly, without an engine. Acceptance of depth d is the share of drafts that equal the token
+which greedy decoding writes there, among those whose d - 1 predecessors did; the draft layer's keys and values are those
+that serving would have.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ class Feeder:
         return cls(model, model.allocate_state("fp32", 1, blocks, 16), np.arange(blocks, dtype=np.int32)[None])
 
     def _batch(self, phase: str, tokens: Sequence[int], first: int, logit_rows: Sequence[int]) -> Batch:
-        return Batch(phase=phase, tokens=np.asarray(tokens, np.int32), positions=np.arange(first, first + len(tokens), dtype=np.int32),
-                     row_starts=np.asarray([0, len(tokens)], np.int32), slots=np.zeros(1, np.int32), block_tables=self.table,
-                     logit_rows=np.asarray(logit_rows, np.int32), deferred=False)
+        positions = np.arange(first, first + len(tokens), dtype=np.int32)
+        return Batch(
+            phase=phase, tokens=np.asarray(tokens, np.int32), positions=positions, slots=np.zeros(1, np.int32),
+            row_starts=np.asarray([0, len(tokens)], np.int32), block_tables=self.table,
+            logit_rows=np.asarray(logit_rows, np.int32), deferred=False,
+        )
 
     def feed(self, tokens: Sequence[int], phase: str, all_logits: bool = False) -> np.ndarray:
         """Logits of every row, or of the last: [rows, vocabulary]."""
         rows = range(len(tokens)) if all_logits else (len(tokens) - 1,)
-        found = self.model.backend.download(self.model.forward(self._batch(phase, tokens, self.length, rows), self.state)).copy()
+        logits = self.model.forward(self._batch(phase, tokens, self.length, rows), self.state)
         self.length += len(tokens)
-        return found
+        return self.model.backend.download(logits).copy()
 
     def drafts(self, token: int, count: int) -> list[int]:
         """The chain that the draft layer writes after `token`, the pending one."""
@@ -89,8 +92,8 @@ def bits_per_byte(path: Path, cases: Sequence[Case]) -> float:
             prompt = list(template.render(case.request, case.thinking).tokens)
             whole = template.render(answered(case).request, case.thinking)
             answer = list(whole.tokens[:whole.stable_len])[len(prompt):]
-            logits = Feeder.open(container, len(prompt) + len(answer)).feed(prompt + answer[:-1], "prefill", all_logits=True)
-            logits = logits[len(prompt) - 1:].astype(np.float64)
+            feeder = Feeder.open(container, len(prompt) + len(answer))
+            logits = feeder.feed(prompt + answer[:-1], "prefill", all_logits=True)[len(prompt) - 1:].astype(np.float64)
             highest = logits.max(-1, keepdims=True)
             normal = highest[:, 0] + np.log(np.exp(logits - highest).sum(-1))
             bits += float((normal - logits[np.arange(len(answer)), answer]).sum()) * log2(np.e)

@@ -81,12 +81,13 @@ def test_what_the_sets_expect_passes_its_own_check(parts, index):
         case = load_cases(3, (task,))[index]
         prompt = template.render(case.request, case.thinking)
         whole = template.render(answered(case).request, case.thinking)
-        ids = [token for token in whole.tokens[:whole.stable_len][len(prompt.tokens):] if token not in tokenizer.eos_ids]
+        ids = whole.tokens[len(prompt.tokens):whole.stable_len]
+        ids = [token for token in ids if token not in tokenizer.eos_ids]
         assert is_right(case.check, read_answer(ids, case, prompt.channel, template.dialect, tokenizer)), case
 
 
 @pytest.mark.parametrize("question, expected", [
-    ("What are you, and does everything work?", "I am the small demo model that comes with q27app, and everything works."),
+    ("What are you, and does everything work?", "the small demo model that comes with q27app, and everything works."),
     ("Which port does the daemon use?", "8027"),
     ("What is 27 + 15?", "27 + 15 = 42."),
 ])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ class Step:
 class Example:
     """A task's exchange. steps begin with a user's message and end with an assistant's.
 
-    check: how the last answer is judged, see `passes`. system: what the system text must say for this exchange to make
+    check: how the last answer is judged, see q27app/bench/demo_eval.py. system: what the system text must say for this exchange to make
     sense, or None. tools: declarations in OpenAI's form. alone: it cannot share a conversation with other exchanges.
     """
 
@@ -71,39 +70,3 @@ def draw(rng: random.Random, split: str, make: Callable[[], Any]) -> Any:
 def choose(rng: random.Random, split: str, own: Sequence[Any], new: Sequence[Any]) -> Any:
     """One of the task's own items, or of the new ones in the split of that name."""
     return rng.choice(new if split == NEW else own)
-
-
-def passes(check: Mapping[str, Any], text: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an answer (its text without reasoning, its calls) is right.
-
-    kind      right if
-    contains  every one of `values` is in the text, case ignored, and no call is made
-    exact     the text is `value`, blanks at the ends ignored, and no call is made
-    number    the last number in the text is `value`, and no call is made
-    json      the text is JSON equal to `value`, and no call is made
-    calls     the calls are `calls`, in order
-    """
-    kind, text = check["kind"], text.strip()
-    if kind == "calls":
-        return [[call["name"], call["arguments"]] for call in calls] == [
-            [call["name"], call["arguments"]] for call in check["calls"]]
-    if calls:
-        return False
-    if kind == "contains":
-        return all(value.lower() in text.lower() for value in check["values"])
-    if kind == "exact":
-        return text == check["value"].strip()
-    if kind == "number":
-        found = re.findall(r"-?\d+", text)
-        return bool(found) and int(found[-1]) == check["value"]
-    if kind == "json":
-        return parsed(text) == check["value"]
-    raise AssertionError(f"unknown check {kind!r}")
-
-
-def parsed(text: str) -> Any:
-    """The JSON value of a text, or None."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
