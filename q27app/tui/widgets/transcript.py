@@ -71,6 +71,7 @@ class Transcript(ScrollView, can_focus=True):
     def __init__(self, is_ascii: bool = False, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.is_following = True
+        self._is_settling = False
         self.num_drawn = 0
         self._is_ascii = is_ascii
         self._sections: list[Section] = []
@@ -90,7 +91,18 @@ class Transcript(ScrollView, can_focus=True):
     def follow(self) -> None:
         """Go to the end and stay there."""
         self._set_following(True)
+        self._keep_end()
+
+    def _keep_end(self) -> None:
+        """Go to the end now, and once more when the new size is laid out: until then the old one bounds the scrolling."""
+        self._is_settling = True
         self.scroll_end(animate=False, immediate=True, x_axis=False)
+        self.call_after_refresh(self._settle)
+
+    def _settle(self) -> None:
+        self._is_settling = False
+        if self.is_following:
+            self.scroll_end(animate=False, immediate=True, x_axis=False)
 
     def _draw_missing(self) -> bool:
         """Draw from the end upwards until the slice is used. True if something is left."""
@@ -120,7 +132,7 @@ class Transcript(ScrollView, can_focus=True):
         self._starts = [0, *accumulate(section.height(width) for section in self._sections)]
         self.virtual_size = Size(width, self._starts[-1])
         if self.is_following:
-            self.scroll_end(animate=False, immediate=True, x_axis=False)
+            self._keep_end()
         elif place is not None:
             section, offset = place
             index = next((index for index, other in enumerate(self._sections) if other is section), None)
@@ -150,7 +162,7 @@ class Transcript(ScrollView, can_focus=True):
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Scrolling up leaves the end, scrolling down to it follows again."""
         super().watch_scroll_y(old_value, new_value)
-        if new_value < old_value and new_value < self.max_scroll_y:
+        if new_value < old_value and new_value < self.max_scroll_y and not self._is_settling:
             self._set_following(False)
         elif new_value >= self.max_scroll_y:
             self._set_following(True)
