@@ -170,19 +170,6 @@ def _keys(tokens: np.ndarray) -> np.ndarray:
     return keys
 
 
-class SuffixDrafter:
-    """A drafter without a model."""
-
-    needs_mtp = False
-
-    def __init__(self, min_match: int = MIN_MATCH) -> None:
-        self.min_match = min_match
-
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
-        return [index_of(sequence).propose(limit, self.min_match)
-                for sequence, limit in zip(sequences, limits, strict=True)]
-
-
 def index_of(sequence: Sequence) -> SuffixIndex:
     """The sequence's index, brought up to its last token."""
     index = sequence.suffix_index
