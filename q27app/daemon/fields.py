@@ -282,3 +282,24 @@ def thinking(body: Object) -> Thinking:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def content_text(content: Any, where: str, text_kinds: tuple[str, ...]) -> str:
+    """A string, or the text of its parts; "" for anything else. Raises BadRequest for parts that are not text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in text_kinds:
+            texts.append(string(part, "text") or "")
+        elif kind == "refusal":
+            texts.append(string(part, "refusal") or "")
+        elif isinstance(part, dict):
+            raise BadRequest(
+                f"{where}[{index}]: {str(kind)[:40]} content is not supported; this model reads text only.",
+                param=f"{where}[{index}]",
+            )
+    return "".join(texts)

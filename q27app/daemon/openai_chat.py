@@ -97,43 +97,20 @@ def _message(raw: Any, where: str) -> Message:
             f"{where}.role: {str(name)[:80]!r} is not a role; expected system, developer, user, assistant or tool.",
             param=f"{where}.role",
         )
-    text = _content(raw.get("content"), f"{where}.content")
+    text = fields.content_text(raw.get("content"), f"{where}.content", _TEXT_PARTS)
     if role == "tool":
         return Message("tool", (ToolResultPart(text, fields.string(raw, "tool_call_id") or ""),))
     parts: list[Part] = []
     if role == "assistant":
         reasoning = raw.get("reasoning_content", raw.get("reasoning"))
         if reasoning:
-            parts.append(ReasoningPart(_content(reasoning, f"{where}.reasoning_content")))
+            parts.append(ReasoningPart(fields.content_text(reasoning, f"{where}.reasoning_content", _TEXT_PARTS)))
         calls = raw.get("tool_calls")
         later = [ToolCallPart(call) for item in (calls if isinstance(calls, list) else []) if (call := _call(item))]
         parts += ([TextPart(text)] if text or not later else []) + later
     else:
         parts.append(TextPart(text))
     return Message(role, tuple(parts))  # type: ignore[arg-type]
-
-
-def _content(content: Any, where: str) -> str:
-    """A string, or the text of its parts; "" for null. Raises BadRequest for parts that are not text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    texts = []
-    for index, item in enumerate(content):
-        kind = item.get("type", "text") if isinstance(item, dict) else None
-        if isinstance(item, str):
-            texts.append(item)
-        elif kind in _TEXT_PARTS:
-            texts.append(fields.string(item, "text") or "")
-        elif kind == "refusal":
-            texts.append(fields.string(item, "refusal") or "")
-        elif isinstance(item, dict):
-            raise BadRequest(
-                f"{where}[{index}]: {str(kind)[:40]} content is not supported; this model reads text only.",
-                param=f"{where}[{index}]",
-            )
-    return "".join(texts)
 
 
 def _call(item: Any) -> ToolCall | None:

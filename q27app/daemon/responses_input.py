@@ -131,28 +131,7 @@ def _message(item: fields.Object, where: str) -> Message:
             f"{where}.role: {str(name)[:80]!r} is not a role; expected user, assistant, system or developer.",
             param=f"{where}.role",
         )
-    return Message(role, (TextPart(_content(item.get("content"), f"{where}.content")),))  # type: ignore[arg-type]
-
-
-def _content(content: Any, where: str) -> str:
-    """A string, or the text of its parts. Raises BadRequest for images and files."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content if isinstance(content, list) else []):
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in _TEXT:
-            texts.append(fields.string(part, "text") or "")
-        elif kind == "refusal":
-            texts.append(fields.string(part, "refusal") or "")
-        elif isinstance(part, dict):
-            raise BadRequest(
-                f"{where}[{index}]: {str(kind)[:40]} content is not supported; this model reads text only.",
-                param=f"{where}[{index}]",
-            )
-    return "".join(texts)
+    return Message(role, (TextPart(fields.content_text(item.get("content"), f"{where}.content", _TEXT)),))  # type: ignore[arg-type]
 
 
 def _reasoning(item: fields.Object) -> str:
