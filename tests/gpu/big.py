@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from q27app.kernels.batch import SamplingRows
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_weights import CudaWeight
 from q27app.model.forward import Model
@@ -190,3 +191,69 @@ def once(device, attempt, line) -> None:
         model.forward(batch, state, warm_mtp=False)
     device.synchronize()
     line("two passes", "done")
+
+
+def touch_everything(device, config, kv_format: str, counts: tuple[int, ...]) -> str:
+    """Prefill, decode, verify, commit, drafts and every way of sampling, at these row counts, on random codes."""
+    random = np.random.default_rng(1)
+    backend = CudaBackend(device)
+    tensors = {name: random_tensor(random, name, shape) for name, shape in expected_shapes(config).items()}
+    model = Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), 128, 64)
+    state = model.allocate_state(kv_format, 2, 8, 32)
+    for rows in counts:
+        for phase in ("prefill", "decode", "verify"):
+            lengths = [rows] if rows <= 16 or phase == "prefill" else [16, rows - 16]
+            batch = make_batch(phase, [[5] * n for n in lengths], [70, 0][:len(lengths)], [0, 1][:len(lengths)], [[0, 1], [2, 3]][:len(lengths)],
+                               None, phase == "verify")
+            logits = model.forward(batch, state)
+            backend.sample(logits, sampling(rows, config.vocab_size))
+            if phase == "verify":
+                backend.accept()
+                backend.commit()
+            backend.result()
+        assert np.isfinite(backend.download(logits)).all(), f"{rows} rows: not finite"
+    for step in (0, 1):
+        batch = make_batch("draft", [[7]], [100 + step], [0], [[0, 1]])
+        assert np.isfinite(backend.download(model.draft(batch, state, step == 0))).all()
+    for arena in (backend.weights_arena, backend.buffers_arena, backend.scratch_arena):
+        arena.release()
+    return "done"
+
+
+def sampling(rows: int, vocab: int) -> SamplingRows:
+    """Rows that are drawn in every way: greedy, tempered, cut, penalised, masked, with log probabilities."""
+    odd = np.arange(rows) % 2
+    masks = np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+    masks[:, 0] = 0xFFFFFFF0
+    counts = np.full(rows, 2, np.int32)
+    return SamplingRows(
+        temperature=odd.astype(np.float32), top_k=np.full(rows, 40, np.int32), top_p=np.full(rows, 0.9, np.float32),
+        min_p=np.full(rows, 0.05, np.float32), presence=np.full(rows, 0.5, np.float32), frequency=np.full(rows, 0.5, np.float32),
+        seeds=np.arange(rows).astype(np.uint64), positions=np.arange(rows).astype(np.int64),
+        penalty_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), penalty_ids=np.tile([3, 9], rows).astype(np.int32),
+        penalty_counts=np.ones(2 * rows, np.int32), masks=masks, num_logprobs=(5 * odd - 1).astype(np.int32))
+
+
+def prefill_stages(device, attempt, line) -> None:
+    """Where the time of a prefill goes, by rows; and what a recorded step takes of the device's memory."""
+    model = build(device, 2048)
+    backend = model.backend
+    state = model.allocate_state("fp8", 2, 64, 16)
+    for rows in (64, 128, 512, 2048):
+        batch = make_batch("prefill", [[5] * rows], [0], [0], [list(range(64))], [rows - 1])
+        run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731
+        run()
+        line(f"prefill {rows}, eager", f"{timed(backend, run, 4):.2f} ms")
+        line(f"prefill {rows}, recorded", f"{timed(backend, backend.record(run), 4):.2f} ms")
+        run()
+        stage_times(model, state, rows, line)
+    for rows in (1, 8):
+        batch = make_batch("verify", [[5] * rows], [10], [0], [list(range(64))], None, True)
+        run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731
+        run()
+        free = [device.free_bytes()]
+        for _ in range(4):
+            backend.record(run)()
+            backend.device.synchronize()
+            free.append(device.free_bytes())
+        line(f"graphs of {rows} rows take", f"{[(a - b) >> 10 for a, b in zip(free, free[1:])]} KiB")

@@ -18,7 +18,7 @@ import numpy as np
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
-from tests.gpu import big
+from tests.gpu import big, whole
 from tests.kernels import cuda_checks
 from tests.kernels.made import make_batch
 
@@ -165,26 +165,45 @@ def forced(device: CudaDevice) -> None:
     played.close()
 
 
-SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES), "stages": stages, "models": models, "speed": big.speed, "once": big.once}
+def sanitized(device: CudaDevice) -> None:
+    """Every kernel once at small shapes and all row counts, then at the 27B's width with 1, 8 and 17 rows; for compute-sanitizer."""
+    nano = replace(cuda_checks.NANO, hidden_size=256, intermediate_size=512, vocab_size=640)
+    for kv_format in ("fp16", "fp8"):
+        attempt(f"nano {kv_format}", lambda kv_format=kv_format: big.touch_everything(device, nano, kv_format, (1, 2, 3, 5, 8, 12, 16, 17)))
+    wide = replace(big.config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
+    attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", (1, 8, 17)))
+
+
+SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES),
+            "stages": stages, "models": models, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages, "sanitized": sanitized}
+
+
+def finish() -> int:
+    line("failed", ", ".join(failures) or "nothing")
+    return 1 if failures else 0
 
 
 def main(names: list[str]) -> int:
+    for name in [name for name in names if name in whole.PARTS]:
+        whole.PARTS[name](line, attempt)
+    names = [name for name in names if name not in whole.PARTS] if names else ["stages", "models", "speed"]
+    if not names:
+        return finish()
     start = time.perf_counter()
     device = open_device()
     card = device.card
     CudaBackend(device)
     line("card", f"{card.name}, {card.capability}, {card.num_sms} multiprocessors, {card.shared_bytes} bytes of shared memory")
     line("open and compile", f"{time.perf_counter() - start:.1f} s")
-    for name in names or ["stages", "models", "speed"]:
+    for name in names:
         try:
-            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once", "decode") else ()))
+            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once", "decode", "prefill") else ()))
         except Exception as error:
             failures.append(name)
             traceback.print_exc(limit=-6)
             line(name, f"FAILED {type(error).__name__}: {str(error)[:300]}")
     device.close()   # closing twice is harmless
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":

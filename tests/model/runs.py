@@ -1,4 +1,4 @@
-"""Drives a model directly, without an engine: prompts, single steps, drafts, for tests of the model room."""
+"""Drives a model directly, without an engine: prompts, single steps, drafts, for tests of the model room and of the card."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from q27app.weights.container import open_container
 
 
 class Run:
-    """One sequence on the NumPy backend in slot 0, blocks 0.. in order."""
+    """One sequence in slot 0, blocks 0.. in order; on the NumPy backend, or the one given."""
 
-    def __init__(self, path, context: int = 512, kv_format: str = "fp32") -> None:
+    def __init__(self, path, context: int = 512, kv_format: str = "fp32", backend=None) -> None:
         self.container = open_container(path)
-        self.backend = open_backend("numpy")
+        self.backend = backend or open_backend("numpy")
         self.model: Model = load_model(self.backend, self.container, max_rows=context, max_logit_rows=context)
         blocks = -(-context // BLOCK_POSITIONS)
         self.state = self.model.allocate_state(kv_format, 2, blocks, 16)
