@@ -13,6 +13,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_weights       convert, inspect, synth
       cli_config        config, list, version
       cli_cache         cache list, cache clear
+      cli_kernels       kernels build, list, clear
       cli_tui           the screens, status, chat
       cli_bench         bench demo-eval
       cli_doctor        doctor

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "service": ("q27app.cli_service:service", "Run the daemon as a systemd user service."),
     "bench": ("q27app.cli_bench:bench", "Measure the model's answers."),
     "cache": ("q27app.cli_cache:cache", "Show or empty the folder where computed prompts are kept."),
+    "kernels": ("q27app.cli_kernels:kernels", "Compile, show or remove the GPU's programs."),
     "config": ("q27app.cli_config:config", "Show the configuration and where each value comes from."),
     "version": ("q27app.cli_config:version", "Print versions."),
     "plan": ("q27app.cli_setup:plan", "Say what a card should run, and why."),

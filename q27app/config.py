@@ -116,6 +116,16 @@ class EngineSection:
 
 
 @dataclass(frozen=True)
+class KernelsSection:
+    """The GPU's programs and what they compute on."""
+
+    nvcc: str = setting("")
+    """Path of the CUDA compiler; "" = looked for on PATH, then where toolkits are installed, then where it was last found."""
+    verify_weights: bool = setting(False)
+    """Compute a checksum of the weights in device memory when they have been loaded; /health?verify=1 compares it."""
+
+
+@dataclass(frozen=True)
 class CacheSection:
     """The prefix cache: what one request computed of a prompt, the next ones need not."""
 
@@ -181,6 +191,8 @@ class Config:
     """What is served."""
     engine: EngineSection = field(default_factory=EngineSection)
     """The engine's step."""
+    kernels: KernelsSection = field(default_factory=KernelsSection)
+    """The GPU's programs."""
     cache: CacheSection = field(default_factory=CacheSection)
     """The prefix cache."""
     sampling: SamplingSection = field(default_factory=SamplingSection)
@@ -194,7 +206,8 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    "server": ServerSection, "model": ModelSection, "engine": EngineSection, "cache": CacheSection,
+    "server": ServerSection, "model": ModelSection, "engine": EngineSection, "kernels": KernelsSection,
+    "cache": CacheSection,
     "sampling": SamplingSection, "reasoning": ReasoningSection, "log": LogSection,
 }
 

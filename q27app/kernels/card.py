@@ -10,6 +10,9 @@ from q27app.errors import UsageError
 AMPERE_SHARED = 99 * 1024
 AMPERE_THREADS = 1536
 
+SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
+"""Most shared memory of a block, KiB, by compute capability."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -54,6 +57,16 @@ class Card:
         """Cuts of the keys: fixed positions, chosen per card."""
         return {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 65536 if self.is_wide else 32768, "CUT_2": 1024,
                 "WIDE_ATTENTION": int(self.is_wide), "QUERY_WARPS": 8 if self.is_wide else 4}
+
+
+def card_of(capability: str) -> Card:
+    """A card of a kind, to compile for: "86". Its multiprocessors are not known. Raises UsageError."""
+    kinds = {f"{major}{minor}": (major, minor) for major, minor in SHARED_KIB}
+    if capability not in kinds:
+        raise UsageError(f"There is no kind of card {capability[:20]!r}, expected one of {', '.join(kinds)}.")
+    kind = kinds[capability]
+    few = kind[0] >= 12 or kind in ((8, 6), (8, 9))
+    return Card(f"compute capability {kind[0]}.{kind[1]}", kind, 0, SHARED_KIB[kind] * 1024, AMPERE_THREADS if few else 2048)
 
 
 def forced_card(card: Card, capability: str | None) -> Card:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from q27app.errors import GpuError
 
@@ -24,7 +25,8 @@ SOURCES = Path(__file__).parent / "cu"
 FLAGS = ("-std=c++17", "-O3", "--fmad=true")
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _TOOLKITS = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc", "/usr/lib/nvidia-cuda-toolkit/bin/nvcc")
-_INSTALL = "Install the CUDA toolkit, or name its compiler: q27app config set kernels.nvcc /path/to/nvcc"
+_INSTALL = "Install the CUDA toolkit, or name its compiler in config.toml: [kernels] nvcc = \"/path/to/nvcc\""
+_ENTRY = re.compile(r"(?P<source>[a-z0-9_]+)-(?P<target>(sm|compute)_[0-9a-z]+)-[0-9a-f]{32}\.(cubin|ptx)")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,21 @@ def expand(source: str, folder: Path = SOURCES) -> str:
         return _INCLUDE.sub(lambda match: read(match[1]) if (folder / match[1]).exists() else match[0], text)
 
     return read(f"{source}.cu")
+
+
+def describe(cache: Path) -> list[dict[str, Any]]:
+    """Compiled programs of a cache folder, the newest first: name, source, target, bytes, made_at."""
+    found = []
+    for path in cache.glob("*"):
+        match = _ENTRY.fullmatch(path.name)
+        try:
+            stat = path.stat()
+        except FileNotFoundError:   # another program cleans up too
+            continue
+        if match:
+            found.append({"name": path.name, "source": match["source"], "target": match["target"], "bytes": stat.st_size,
+                          "made_at": stat.st_mtime})
+    return sorted(found, key=lambda row: (-row["made_at"], row["name"]))
 
 
 @dataclass
@@ -102,7 +119,7 @@ class Compiler:
 
     def path(self, job: Job) -> Path:
         suffix = "cubin" if self.target.startswith("sm_") else "ptx"
-        return self.cache / f"{job.source}-{self.key(job)[:32]}.{suffix}"
+        return self.cache / f"{job.source}-{self.target}-{self.key(job)[:32]}.{suffix}"
 
     def get(self, job: Job) -> bytes:
         """Machine code of the job, from the cache or compiled now."""
@@ -121,17 +138,6 @@ class Compiler:
             for done, _ in enumerate(pool.map(self.get, missing), 1):
                 if progress is not None:
                     progress(done, len(missing))
-
-    def entries(self) -> list[Path]:
-        """Cached files."""
-        return sorted(path for path in self.cache.glob("*") if path.suffix in (".cubin", ".ptx"))
-
-    def clear(self) -> int:
-        """Remove every cached file; returns how many."""
-        entries = self.entries()
-        for path in entries:
-            path.unlink(missing_ok=True)
-        return len(entries)
 
     def command(self, job: Job, output: str) -> list[str]:
         kind = "-cubin" if self.target.startswith("sm_") else "-ptx"

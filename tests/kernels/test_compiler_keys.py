@@ -10,7 +10,7 @@ import pytest
 from q27app.errors import GpuError
 from q27app.kernels import compiler as compiler_module
 from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
-from q27app.kernels.compiler import Compiler, Job, expand
+from q27app.kernels.compiler import Compiler, Job, describe, expand
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
 from tests.model.geometry import config_27b
 
@@ -78,8 +78,7 @@ def test_build_compiles_what_is_missing_and_counts(fake):
     jobs = [Job.of("rows", {}), Job.of("accept", {}), Job.of("rows", {})]
     fake.build(jobs, lambda done, total: seen.append((done, total)))
     assert seen == [(0, 2), (1, 2), (2, 2)]
-    assert len(fake.entries()) == 2
-    assert fake.clear() == 2 and not fake.entries()
+    assert {row["source"]: row["target"] for row in describe(fake.cache)} == {"rows": "sm_90", "accept": "sm_90"}
 
 
 def test_a_service_without_a_path_finds_the_compiler_again(fake, monkeypatch):
