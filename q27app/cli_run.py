@@ -42,10 +42,12 @@ STOP_LIMIT_S = 15.0
 @click.option("--api-key", metavar="KEY", multiple=True, help="A key that clients must send; may be repeated.")
 @click.option("--api-key-file", metavar="FILE", help="File with one key a line.")
 @click.option("--capture", metavar="FOLDER", help="Keep every request there. Holds prompts.")
+@click.option("--verify-weights", is_flag=True, default=None, help="Remember a checksum of what is in device memory; /health?verify=1 compares.")
 def serve(model: str | None, host: str | None, port: str | None, backend: str | None, ctx: str | None,
           slots: str | None, prefix_cache: str | None, preset: str | None, temp: str | None, top_p: str | None, top_k: str | None,
           min_p: str | None, think: bool | None, think_budget: str | None, request_think: bool | None,
-          api_key: tuple[str, ...], api_key_file: str | None, capture: str | None) -> int | None:
+          api_key: tuple[str, ...], api_key_file: str | None, capture: str | None,
+          verify_weights: bool | None) -> int | None:
     """Serve a model over HTTP until stopped.
 
     What no flag says comes from the environment and config.toml; see q27app config show --origin.
@@ -59,7 +61,7 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
         "sampling.top_k": top_k, "sampling.min_p": min_p,
         "reasoning.default": None if think is None else "on" if think else "off", "reasoning.budget": think_budget,
         "reasoning.request_thinking": request_think, "server.api_keys": api_key or None,
-        "server.api_key_file": api_key_file, "server.capture": capture, "cache.directory": prefix_cache}))
+        "server.api_key_file": api_key_file, "server.capture": capture, "kernels.verify_weights": verify_weights, "cache.directory": prefix_cache}))
 
 
 @click.command()

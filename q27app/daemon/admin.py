@@ -16,7 +16,7 @@ from q27app.daemon import sse
 from q27app.daemon.access import read_object
 from q27app.daemon.daemon import DAEMON, REQUEST_ID
 from q27app.daemon.replies import json_response
-from q27app.errors import NotFound, Overloaded
+from q27app.errors import GpuError, NotFound, Overloaded, Q27Error
 
 if TYPE_CHECKING:
     from q27app.daemon.daemon import Daemon
@@ -29,12 +29,36 @@ async def root(request: web.Request) -> web.Response:
     return json_response({"name": "q27app", "version": __version__, "status": "/status"})
 
 
+VERIFY_S = 5.0
+"""Age up to which a comparison of the weights is not made again."""
+
+
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 while the daemon can do its work now or later, 503 with the reason once it cannot."""
+    """GET /health[?verify=1]: 200 while the daemon can do its work now or later, 503 with the reason once it cannot.
+
+    verify=1 also compares the weights in memory with what was loaded; a difference ends the engine.
+    """
     daemon = request.app[DAEMON]
+    weights = await _verified(daemon) if request.query.get("verify") == "1" else None
     trouble = daemon.trouble()
-    body = {"status": "failed" if trouble else "ok", "state": daemon.engine.status().state}
+    body: dict[str, Any] = {"status": "failed" if trouble else "ok", "state": daemon.engine.status().state}
+    if weights is not None:
+        body["weights"] = weights
     return json_response({**body, "reason": trouble} if trouble else body, 503 if trouble else 200)
+
+
+async def _verified(daemon: Daemon) -> dict[str, Any]:
+    """{"equal": True | False | None, ...}: None = could not be told, with the reason."""
+    if daemon.verified is not None and time.monotonic() - daemon.verified[0] < VERIFY_S:
+        return daemon.verified[1]
+    try:
+        found = {"equal": True, **await asyncio.shield(asyncio.wrap_future(daemon.engine.verify()))}
+    except GpuError as error:
+        found = {"equal": False, "reason": error.message}
+    except Q27Error as error:
+        return {"equal": None, "reason": str(error)}
+    daemon.verified = time.monotonic(), found
+    return found
 
 
 async def ready(request: web.Request) -> web.Response:

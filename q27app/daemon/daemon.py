@@ -131,6 +131,8 @@ class Daemon:
         self.machine = Machine(self.executor)
         self.metrics = Metrics(lambda: self.engine.status().to_dict(), lambda: self.machine.latest)
         self.capture = _open_capture(config)
+        self.verified: tuple[float, dict[str, Any]] | None = None
+        """When the weights were last compared, and what came of it."""
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
         self.turns = Turns(self)

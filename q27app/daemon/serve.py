@@ -87,6 +87,8 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
             max_draft=model.max_draft,
             max_queue=server.max_queue,
             prefill_chunk=_number(config.engine.prefill_chunk),
+            nvcc=config.kernels.nvcc or None,
+            verify_weights=config.kernels.verify_weights,
             cache=config.cache.enabled,
             cache_host_bytes=None if config.cache.host_mb == "auto" else int(config.cache.host_mb) << 20,
             cache_dir=config.cache.directory or None,
@@ -243,7 +245,7 @@ async def _until_stopped(engine: Engine, stop: _Signals, notifier: Notifier) -> 
     """Watch the engine until a signal (exit code 0) or a failure that ends the daemon.
 
     A model that cannot be loaded at start raises its error. An engine that dies later leaves the daemon answering 503,
-    unless a supervisor is there to start it again.
+    unless a supervisor is there to start it again; the exit code tells of it in the end.
     """
     was_ready = has_died = False
     while not stop.asked.is_set():
@@ -266,7 +268,7 @@ async def _until_stopped(engine: Engine, stop: _Signals, notifier: Notifier) -> 
         if status.state != "failed" and (status.heartbeat_age_s or 0) < 60:  # the engine's thread lives, also without a model
             notifier.tell(WATCHDOG="1")
         await _sleep_until(stop.asked, POLL_S)
-    return EXIT_OK
+    return EXIT_ENGINE_DIED if has_died else EXIT_OK
 
 
 def _error_of(status: Any) -> Q27Error:

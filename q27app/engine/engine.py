@@ -29,7 +29,7 @@ from q27app.engine.request import Request
 from q27app.engine.sequence import Deliver, Sequence, Status
 from q27app.engine.status import EngineStatus, Meter
 from q27app.engine.stepper import Stepper, deliver, end_unserved
-from q27app.errors import BadRequest, EngineDied, Overloaded, Q27Error
+from q27app.errors import BadRequest, EngineDied, GpuError, Overloaded, Q27Error
 
 log = logging.getLogger("q27app.engine")
 
@@ -137,6 +137,15 @@ class Engine:
         """Refuse new requests; the future ends when the others have finished."""
         return self._order("drain")
 
+    def verify(self) -> Future:
+        """Compare the weights in memory with what they were when they had been loaded. The future's value: {"weights": n,
+        "seconds": s}. A difference ends the engine: what it computes cannot be trusted."""
+        with self._lock:
+            loaded = self._ready_locked()
+            if not loaded.checksums:
+                raise BadRequest("the weights' checksums were not kept.", "Start with --verify-weights, or set kernels.verify_weights.")
+            return self._order_locked("verify")
+
     def status(self) -> EngineStatus:
         """A snapshot."""
         with self._lock:
@@ -191,14 +200,14 @@ class Engine:
 
     def _order_locked(self, kind: str) -> Future:
         future: Future = Future()
-        self._last_order = kind
+        self._last_order = self._last_order if kind == "verify" else kind
         if self._has_died or self._is_closing or self._thread is None:
             why = "is not started" if self._thread is None else "has ended"
             future.set_exception(EngineDied(f"the engine {why}: {self._error or self._state}"))
             return future
         if kind == "load" and self._loaded is None:
             self._state, self._progress, self._error = "loading", 0.0, None
-        elif kind != "load" and self._state == "ready":
+        elif kind in ("unload", "drain") and self._state == "ready":
             self._state = "draining"
         self._inbox.put(("order", (kind, future)))
         return future
@@ -259,14 +268,16 @@ class Engine:
     # orders: load, unload, drain, one after the other
 
     def _orders_ready(self) -> bool:
-        """Loading begins at once, the others wait until nobody runs."""
-        return bool(self._orders) and (self._orders[0][0] == "load" or not self._is_busy())
+        """Loading and verifying begin at once, the others wait until nobody runs."""
+        return bool(self._orders) and (self._orders[0][0] in ("load", "verify") or not self._is_busy())
 
     def _obey(self) -> None:
         while self._orders_ready():
             kind, future = self._orders.popleft()
             if kind == "load":
                 self._load(future)
+            elif kind == "verify":
+                self._verify(future)
             elif kind == "unload":
                 self._unload()
                 future.set_result(None)
@@ -290,6 +301,22 @@ class Engine:
             self._state = "ready" if self._last_order == "load" else "draining"
             self._progress, self._error, self._was_ready = 1.0, None, True
         future.set_result(None)
+
+    def _verify(self, future: Future) -> None:
+        loaded, started = self._loaded, time.monotonic()
+        if loaded is None:
+            future.set_exception(Overloaded("the model was unloaded meanwhile."))
+            return
+        now = loaded.model.backend.checksums()
+        changed = [name for (name, before), (_, after) in zip(loaded.checksums, now, strict=True) if before != after]
+        if changed:
+            error = GpuError(f"{len(changed)} of {len(now)} weights in memory are not what was loaded: {', '.join(changed[:3])[:300]}.",
+                             "Restart the daemon; if it comes back, the card's memory or another program is at fault.")
+            with self._lock:   # whoever waits for the future finds the engine failed
+                self._state, self._error, self._has_died = "failed", error, True
+            future.set_exception(error)
+            raise error
+        future.set_result({"weights": len(now), "seconds": round(time.monotonic() - started, 3)})
 
     def _report(self, share: float) -> None:
         """Progress of loading; gives up when the engine is closed."""

@@ -67,6 +67,10 @@ class EngineConfig:
     """Folder where states survive the process; None = none."""
     cache_disk_bytes: int = 20 << 30
     """Most bytes of that folder's entries."""
+    verify_weights: bool = False
+    """Compute a checksum of every weight as it lies in memory once all are loaded; `Engine.verify` compares."""
+    nvcc: str | None = None
+    """The CUDA compiler; None = looked for."""
     checks_pools: bool = False
     """Verify after every step that slots and blocks are held by exactly those who should (tests)."""
 
@@ -94,6 +98,8 @@ class Loaded:
     drafter: Drafter | None = None
     prefix_cache: PrefixCache | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    checksums: tuple[tuple[str, int], ...] = ()
+    """(names, checksum) of each weight when it had been loaded; () unless asked for."""
     close: Callable[[], None] = lambda: None
 
 
@@ -121,7 +127,7 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
     from q27app.model.config import ModelConfig
     from q27app.weights.container import open_container
 
-    backend = open_backend(config.backend)
+    backend = open_backend(config.backend, config.nvcc)
     try:
         with open_container(config.model) as container:
             shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
@@ -170,6 +176,7 @@ def _load(
         drafter=drafter,
         prefix_cache=cache,
         info=_info(config, backend.name, container, geometry, plan),
+        checksums=tuple(backend.checksums()) if config.verify_weights else (),
         close=close,
     )
 

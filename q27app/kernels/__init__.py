@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 BACKEND_NAMES = ("auto", "cuda", "numpy")
 
 
-def open_backend(name: str = "auto") -> Backend:
-    """Open a backend. "auto" is CUDA if this machine has an NVIDIA device, else NumPy.
+def open_backend(name: str = "auto", nvcc: str | None = None) -> Backend:
+    """Open a backend. "auto" is CUDA if this machine has an NVIDIA device, else NumPy. nvcc: the CUDA compiler, None = looked for.
 
     Raises GpuError if a device is there, or was asked for, and cannot be used: never NumPy in its place. UsageError for an
     unknown name."""
@@ -35,7 +35,7 @@ def open_backend(name: str = "auto") -> Backend:
         from q27app.paths import cache_dir
 
         force_arch, memory_cap = played_card()
-        return CudaBackend.open(cache_dir() / "kernels", force_arch=force_arch, memory_cap=memory_cap)
+        return CudaBackend.open(cache_dir() / "kernels", nvcc=nvcc, force_arch=force_arch, memory_cap=memory_cap)
     from q27app.kernels.numpy_backend import NumpyBackend
 
     return NumpyBackend()

@@ -102,5 +102,9 @@ class Sample(ctypes.Structure):
     )
 
 
+class Checksum(ctypes.Structure):
+    _fields_ = _fields(p="words sum", l="count")
+
+
 class Accept(ctypes.Structure):
     _fields_ = _fields(p="drawn tokens row_starts logit_rows accepted", i="num_seqs n")

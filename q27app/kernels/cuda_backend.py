@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SMALL_ROWS, MAX_SEQS = 64, 64
 SAMPLED_ROWS = 64
-FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept")
+FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept", "checksum")
 
 
 def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str, dict[str, int]]:
@@ -69,6 +69,8 @@ class CudaBackend:
         self.buffers_arena = Arena(device, "activations")
         self.scratch_arena = Arena(device, "scratch")
         self._loader: Loader | None = None
+        self._held: list[tuple[str, int, int]] = []
+        self._sums = 0
         self._linear, self._mixers = LinearStages(self), Mixers(self)
         self._max_rows, self._max_logit_rows = SMALL_ROWS, SAMPLED_ROWS
         self._partial_bytes = self._num_counters = 1024
@@ -110,7 +112,19 @@ class CudaBackend:
 
     def load(self, tensors: "Sequence[Tensor]") -> CudaWeight | CudaVector:
         self._loader = self._loader or Loader(self)
-        return self._loader.load(tensors)
+        weight = self._loader.load(tensors)
+        self._held.append((" + ".join(tensor.name for tensor in tensors), weight.address, weight.nbytes))
+        return weight
+
+    def checksums(self) -> list[tuple[str, int]]:
+        self._sums = self._sums or self.weights_arena.take(8 * len(self._held))
+        self.device.fill(self._sums, 8 * len(self._held))
+        for index, (_, address, nbytes) in enumerate(self._held):
+            blocks = max(1, min(4 * self.device.card.num_sms, nbytes // 4096))
+            self.launch("checksum", "checksum", (blocks,), 256, 0, cuda_args.Checksum(address, self._sums + 8 * index, nbytes // 4),
+                        dependent=False)
+        sums = self.device.download(self._sums, 8 * len(self._held)).view(np.uint64)
+        return [(name, int(value)) for (name, _, _), value in zip(self._held, sums, strict=True)]
 
     def reserve_for(self, weight: CudaWeight) -> None:
         """Remember what scratch a weight needs."""

@@ -71,6 +71,7 @@ class NumpyBackend:
     def __init__(self) -> None:
         leave_a_core()
         self._pass: Pass | None = None
+        self._loaded: list[NumpyWeight] = []
         self._sampled: Sampled | None = None
 
     # memory
@@ -104,7 +105,12 @@ class NumpyBackend:
         for tensor in tensors:
             array[start:start + tensor.shape[0]] = tensor.values()
             start += tensor.shape[0]
-        return NumpyWeight(array, name)
+        weight = NumpyWeight(array, name)
+        self._loaded.append(weight)
+        return weight
+
+    def checksums(self) -> list[tuple[str, int]]:
+        return [(weight.name, reference.checksum(weight.array.view(np.uint32))) for weight in self._loaded]
 
     def allocate_state(
         self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str,

@@ -18,6 +18,18 @@ MIN_LOG_DECAY = np.float32(-200.0)
 """exp of it is 0 in float32; keeps sums of log decays finite whatever the input."""
 
 
+def checksum(words: np.ndarray) -> int:
+    """Sum modulo 2^64 over uint32 words of a mix of each word with its place: any changed bit or swapped word shows."""
+    words, total, step = np.ascontiguousarray(words).reshape(-1), 0, 1 << 20
+    for start in range(0, len(words), step):
+        piece = words[start:start + step].astype(np.uint64)
+        places = np.arange(start, start + len(piece), dtype=np.uint64) & np.uint64(0xFFFFFFFF)
+        x = (piece << np.uint64(32) | places) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ x >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
+        total += int((x ^ x >> np.uint64(32)).sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x))."""
     with np.errstate(over="ignore"):

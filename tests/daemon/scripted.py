@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from q27app.engine.request import FinishReason, Request, RequestStats, TokenEvent, TokenLogprobs
-from q27app.errors import EngineDied, Overloaded, Q27Error
+from q27app.errors import BadRequest, EngineDied, Overloaded, Q27Error
 
 Step = str | float | BaseException
 """A text to say, seconds to wait, or an error to die of."""
@@ -54,6 +54,8 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.settled: list[tuple[tuple[int, ...], int]] = []
         self.cancels: list[str] = []
+        self.verifies: dict | Exception = {}
+        self.verified = 0
         self.num_running = 0
         self.said = 0
         self._seen: list[tuple[int, ...]] = []
@@ -78,6 +80,19 @@ class ScriptedEngine:
             self._work.notify_all()
         for thread in self._threads:
             thread.join(5)
+
+    def verify(self) -> Future:
+        """What `verifies` says: a value, or an error that is raised or ends the future."""
+        future: Future = Future()
+        self.verified += 1
+        if isinstance(self.verifies, BadRequest):
+            raise self.verifies
+        if isinstance(self.verifies, Exception):
+            future.set_exception(self.verifies)
+            self.state.state, self.state.error = "failed", self.verifies
+        else:
+            future.set_result(self.verifies)
+        return future
 
     def load(self) -> Future:
         return self._become("ready")

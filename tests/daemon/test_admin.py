@@ -8,7 +8,7 @@ import json
 import pytest
 
 from q27app.client import Client, base_url
-from q27app.errors import BadRequest, EngineDied, Forbidden, NotFound, Q27Error, Unauthorized, Unreachable
+from q27app.errors import BadRequest, EngineDied, Forbidden, GpuError, NotFound, Q27Error, Unauthorized, Unreachable
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -48,6 +48,31 @@ async def test_an_engine_without_a_heartbeat_is_not_healthy(start):
     running.engine.state.heartbeat_age_s = 500.0
     status, reply = await running.get("/health")
     assert status == 503 and "500 s" in reply["reason"]
+
+
+async def test_health_compares_the_weights_when_asked(start):
+    running = await start()
+    running.engine.verifies = {"weights": 3, "seconds": 0.1}
+    assert (await running.get("/health"))[1] == {"status": "ok", "state": "ready"}
+    for _ in range(3):
+        status, reply = await running.get("/health?verify=1")
+        assert status == 200 and reply["weights"] == {"equal": True, "weights": 3, "seconds": 0.1}
+    assert running.engine.verified == 1, "three questions within a moment are one comparison"
+
+
+async def test_weights_that_changed_make_the_daemon_unhealthy(start):
+    running = await start()
+    running.engine.verifies = GpuError("1 of 3 weights in memory are not what was loaded.")
+    status, reply = await running.get("/health?verify=1")
+    assert status == 503 and reply["weights"]["equal"] is False
+    assert "not what was loaded" in reply["reason"]
+
+
+async def test_health_says_why_the_weights_cannot_be_compared(start):
+    running = await start()
+    running.engine.verifies = BadRequest("the weights' checksums were not kept.", "Start with --verify-weights.")
+    status, reply = await running.get("/health?verify=1")
+    assert status == 200 and reply["weights"]["equal"] is None and "--verify-weights" in reply["weights"]["reason"]
 
 
 async def test_status_lists_requests_in_flight_without_their_text(start):

@@ -218,6 +218,8 @@ async def test_an_engine_that_dies_leaves_an_unsupervised_daemon_to_say_why(prog
     async with session.get(url + "/health") as response:
         assert response.status == 503 and "sticky error" in (await response.json())["reason"]
     assert not task.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(task, 5) == EXIT_ENGINE_DIED
 
 
 def test_serve_refuses_an_open_address_before_it_opens_a_model(with_server):

@@ -189,20 +189,22 @@ def daemon(line, attempt) -> None:
         port, before, started = 18027, used_mib(), time.monotonic()
         environment = {**os.environ, "Q27APP_HOME": str(Path(tempfile.gettempdir()) / "q27app-gpu-home")}
         with log.open("wb") as file:
-            process = subprocess.Popen([sys.executable, "-m", "q27app", "serve", "--model", str(path), "--port", str(port), "--backend", "cuda"],
+            process = subprocess.Popen([sys.executable, "-m", "q27app", "serve", "--model", str(path), "--port", str(port), "--backend", "cuda", "--verify-weights"],
                                        stdout=file, stderr=file, env=environment)
         try:
             seconds = wait_ready(process, port, started, log)
             ready = used_mib()
             text, first, total = stream(port, {"model": "x", "prompt": list(PROMPT), "max_tokens": 64, "stream": True})
             status = json.loads(get(port, "/status")[1])
+            health, verified = get(port, "/health?verify=1")
+            assert health == 200 and json.loads(verified)["weights"]["equal"] is True, verified
             plan = status["engine"]["plan"]
             after = used_mib()
             grown = after - ready
             assert " t1003 t1004 t1005" in text, f"{text[:200]!r}"
             share = (ready - before) * 2**20 / plan["used"] - 1
             return (f"ready in {seconds:.1f} s ({path.stat().st_size / 1e9 / seconds:.2f} GB/s), first text after {first * 1000:.0f} ms, {total:.2f} s for 64 tokens; MiB {before} -> {ready}, "
-                    f"plan {plan['used'] / 2**20:.0f} ({share:+.1%}), grown {grown}; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
+                    f"plan {plan['used'] / 2**20:.0f} ({share:+.1%}), grown {grown}; weights compared in {json.loads(verified)["weights"]["seconds"]} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
         finally:
             process.send_signal(signal.SIGTERM)
             line("exit code", str(process.wait(60)))

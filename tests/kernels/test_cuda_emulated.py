@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from q27app.kernels import reference
 from q27app.kernels.batch import SamplingRows
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
@@ -98,3 +99,18 @@ def test_sampling_equals_numpy(device, changes):
         if mine is not None:
             np.testing.assert_allclose([mine[0], *mine[2]], [theirs[0], *theirs[2]], rtol=1e-5, atol=1e-5)
             assert mine[1].tolist() == theirs[1].tolist()
+
+
+def test_checksums_are_those_of_the_memory_and_see_a_changed_bit(device):
+    backend = CudaBackend(device)
+    random = np.random.default_rng(4)
+    tensors = [cuda_checks.made_tensor(random, name, 37, 64, dtype) for name, dtype in (("a", Q4_G64), ("b", F16))]
+    weights = [backend.load([tensor]) for tensor in tensors]
+    before = backend.checksums()
+    assert before == [(tensor.name, reference.checksum(device.download(weight.address, weight.nbytes).view(np.uint32)))
+                      for tensor, weight in zip(tensors, weights)]
+    word = device.download(weights[1].address + 40, 4)
+    word[2] ^= 16
+    device.upload(weights[1].address + 40, word)
+    after = backend.checksums()
+    assert after[0] == before[0] and after[1] != before[1]
