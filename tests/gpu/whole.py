@@ -204,7 +204,7 @@ def daemon(line, attempt) -> None:
             assert " t1003 t1004 t1005" in text, f"{text[:200]!r}"
             share = (ready - before) * 2**20 / plan["used"] - 1
             return (f"ready in {seconds:.1f} s ({path.stat().st_size / 1e9 / seconds:.2f} GB/s), first text after {first * 1000:.0f} ms, {total:.2f} s for 64 tokens; MiB {before} -> {ready}, "
-                    f"plan {plan['used'] / 2**20:.0f} ({share:+.1%}), grown {grown}; weights compared in {json.loads(verified)["weights"]["seconds"]} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
+                    f"plan {plan['used'] / 2**20:.0f} ({share:+.1%}), grown {grown}; weights compared in {json.loads(verified)['weights']['seconds']} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
         finally:
             process.send_signal(signal.SIGTERM)
             line("exit code", str(process.wait(60)))
