@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--kv", metavar="F", help="KV format to plan with.")
 @click.option("--ctx", type=click.IntRange(64), metavar="N", help="Window to plan for, tokens.")
 @click.option("--slots", type=click.IntRange(1, 64), metavar="N", help="Requests at once.")
-@click.option("--prefer", type=click.Choice(["speed", "balanced", "quality"]), default="balanced", show_default=True)
+@click.option("--prefer", type=click.Choice(["speed", "balanced", "quality", "window"]), default="balanced", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def plan(gpu: str | None, vram: float | None, arch: str | None, model: str | None, generation: str, tier: str | None,
          kv: str | None, ctx: int | None, slots: int | None, prefer: str, as_json: bool) -> None:

@@ -97,7 +97,7 @@ class ModelSection:
     """Window of a conversation, tokens. auto: the model's own, as far as memory reaches."""
     slots: int | str = setting("auto", low=1, high=64, words=("auto",))
     """Requests that run at the same time. auto: as many as memory and the backend make sensible."""
-    kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3", "turbo3v"))
+    kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3v", "turbo3"))
     """Format of the attention cache. auto: the best that the card computes with; exact fp32 on NumPy."""
     draft: str = setting("auto", choices=("auto", "off", "mtp", "suffix"))
     """Where drafts come from: the model's draft layer (mtp), repeats of the text (suffix), auto = both. Never changes a text."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from q27app.model.config import ModelConfig
     from q27app.weights.container import Container
 
-AUTO_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
 MAX_AUTO_SLOTS = 4
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
@@ -45,7 +44,7 @@ class EngineConfig:
     slots: int | None = None
     """Requests that run at once; None = as many as fit beside the window, at most 4."""
     kv_format: str = "auto"
-    """How keys and values are kept; auto: fp32 on NumPy, fp16 on CUDA."""
+    """How keys and values are kept; auto: fp32 on NumPy, on CUDA the most exact that holds the window."""
     max_queue: int = 64
     """Requests that may wait beyond those that run."""
     prefill_chunk: int | None = None
@@ -146,10 +145,10 @@ def _load(
     chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
     max_rows = max(chunk, MAX_DECODE_ROWS)
     free = backend.free_bytes()
-    _plan(config, backend.name, geometry, free, _estimated_bytes(container, backend.name), max_rows)
+    _plan(config, backend, geometry, free, _estimated_bytes(container, backend.name), max_rows)
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
                        lambda done, total: progress(done / max(1, total)))
-    plan = _plan(config, backend.name, geometry, free, model.weights.nbytes, max_rows)
+    plan = _plan(config, backend, geometry, free, model.weights.nbytes, max_rows)
     cache_plan = CachePlan()
     if config.cache:
         cache_plan = plan_cache(plan, backend.name, config.cache_host_bytes, config.cache_device_slots)
@@ -208,16 +207,18 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
     return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft)
 
 
-def _plan(
-    config: EngineConfig, backend_name: str, geometry: ModelConfig, free: int, weights: int, max_rows: int
-) -> MemoryPlan:
-    from q27app.model.budget import plan_memory, scratch_bytes
+def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int) -> MemoryPlan:
+    from q27app.model.budget import automatic_kv_formats, plan_memory, plan_with_best_format, scratch_bytes
 
-    kv_format = AUTO_KV_FORMAT[backend_name] if config.kv_format == "auto" else config.kv_format
-    return plan_memory(
-        geometry, free=free, weights=weights, scratch=scratch_bytes(geometry, max_rows, BLOCK_POSITIONS),
-        kv_format=kv_format, margin=free // 16, context=config.context, slots=config.slots, max_auto_slots=MAX_AUTO_SLOTS,
-    )
+    sizes = {
+        "free": free, "weights": weights, "scratch": scratch_bytes(geometry, max_rows, BLOCK_POSITIONS), "margin": free // 16,
+        "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
+    }
+    if config.kv_format != "auto":
+        return plan_memory(geometry, kv_format=config.kv_format, **sizes)
+    card = getattr(getattr(backend, "device", None), "card", None)
+    formats = automatic_kv_formats(card.capability if card else None, geometry.head_dim)
+    return plan_with_best_format(geometry, formats, **sizes)
 
 
 def _estimated_bytes(container: Container, backend_name: str) -> int:

@@ -1,53 +1,43 @@
-"""How keys and values are stored: a table of formats, each with its bytes, its needs, and encode and decode in NumPy.
+"""How keys and values are stored: the table of formats, each with its codecs, its needs and what it is good for.
 
-    name   key of a head   value of a head   bits
-    fp32   4 bytes x dim   4 bytes x dim     exact; what the NumPy backend takes by default
-    fp16   2 bytes x dim   2 bytes x dim     IEEE half, round to nearest even, saturating at 65,504
-    fp8    1 byte  x dim   1 byte  x dim     e4m3: sign, 4 exponent bits (bias 7), 3 mantissa bits; no infinity, NaN is 0x7f;
-                                             round to nearest even, saturating at 448; no scale
+    name      keys      values    bytes of 4 heads of 256 (keys, values)
+    fp32      fp32      fp32      4096, 4096   exact; what the NumPy backend takes by default
+    fp16      fp16      fp16      2048, 2048
+    fp8       e4m3      e4m3      1024, 1024
+    turbo5k   5 bits    3 bits     656,  400   turned before they are rounded (kv_turned.py)
+    turbo3v   fp16      3 bits    2048,  400   tells errors of keys and of values apart
+    turbo3    3 bits    3 bits     400,  400
 
-Heads of a position are coded one by one. turbo3, turbo5k and turbo3v are reserved names.
+Heads of a position are coded one by one. The table stands in order of exactness. A further format is a row here, its codec,
+and what `cu/kv_format.cuh` says of its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from q27app.errors import UsageError
-
-FP8_MAX = np.float32(448.0)
-FP16_MAX = np.float32(65504.0)
-
-
-@dataclass(frozen=True)
-class RowCodec:
-    """Codes the head_dim values of one head.
-
-    storage: dtype of the coded items. items(head_dim): how many a head takes. encode: f32 [..., head_dim] -> storage
-    [..., items]; decode: the way back, always float32.
-    """
-
-    storage: np.dtype
-    items: Callable[[int], int]
-    encode: Callable[[np.ndarray], np.ndarray]
-    decode: Callable[[np.ndarray], np.ndarray]
-
-    def row_bytes(self, heads: int, head_dim: int) -> int:
-        """Bytes of one position in one layer."""
-        return heads * self.items(head_dim) * self.storage.itemsize
+from q27app.kernels.kv_codecs import FP8, FP16, FP32, RowCodec
+from q27app.kernels.kv_turned import FIVE_BITS, THREE_BITS
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """One row of the table. min_compute_capability: the oldest NVIDIA card whose kernels read it."""
+    """One row of the table.
+
+    min_compute_capability: the oldest NVIDIA card whose kernels read it. kernel_code: its number in the kernels, None: not
+    for a card. note: what it costs and gives, for people. is_automatic: a plan may choose it by itself; is_deepest: when the
+    longest window is wished.
+    """
 
     name: str
     key: RowCodec
     value: RowCodec
     min_compute_capability: tuple[int, int]
+    kernel_code: int | None
+    note: str
+    is_automatic: bool = True
+    is_deepest: bool = False
 
     def key_row_bytes(self, heads: int, head_dim: int) -> int:
         """Bytes of the keys of one position in one layer."""
@@ -57,76 +47,39 @@ class KVFormat:
         """Bytes of the values of one position in one layer."""
         return self.value.row_bytes(heads, head_dim)
 
+    @property
+    def is_turned(self) -> bool:
+        """Rows are turned before they are rounded: coarser than the plain formats."""
+        return self.value.multiple > 1
 
-def encode_fp16(values: np.ndarray) -> np.ndarray:
-    """float32 -> float16, nearest even, saturating; NaN stays NaN."""
-    return np.clip(values, -FP16_MAX, FP16_MAX).astype(np.float16)
+    def fits(self, head_dim: int) -> bool:
+        """Heads of this size can be coded."""
+        return head_dim % self.key.multiple == 0 and head_dim % self.value.multiple == 0
 
+    def check(self, head_dim: int) -> None:
+        """Raises UsageError where heads of this size cannot be coded."""
+        if not self.fits(head_dim):
+            raise UsageError(f"KV format {self.name} codes heads of a multiple of {max(self.key.multiple, self.value.multiple)} "
+                             f"numbers, this model's have {head_dim}.", "Choose fp16 or fp8.")
 
-def encode_fp8(values: np.ndarray) -> np.ndarray:
-    """float32 -> e4m3 bytes (uint8), nearest even, saturating at 448; NaN becomes 0x7f with its sign."""
-    values = np.asarray(values, np.float32)
-    bits = values.view(np.uint32)
-    sign = ((bits >> 24) & 0x80).astype(np.uint8)
-    magnitude = np.minimum(np.abs(values), FP8_MAX)
-    # Normal numbers, 2^-6 and above: keep 3 mantissa bits; a carry moves into the exponent by itself.
-    word = magnitude.view(np.uint32)
-    normal = ((word + 0x7FFFF + ((word >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6 the step is 2^-9; 8 steps are 2^-6, whose code is 8.
-    with np.errstate(invalid="ignore"):
-        tiny = np.rint(magnitude * np.float32(512.0)).astype(np.uint32)
-    code = np.where(magnitude < np.float32(2.0**-6), tiny, normal)
-    code = np.where(np.isnan(values), 0x7F, code)
-    return code.astype(np.uint8) | sign
-
-
-def _fp8_table() -> np.ndarray:
-    """float32 [256]: the value of every e4m3 byte."""
-    code = np.arange(128)
-    exponent, mantissa = code >> 3, code & 7
-    value = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    value[0x7F] = np.nan
-    return np.concatenate([value, -value]).astype(np.float32)
-
-
-_FP8_VALUES = _fp8_table()
-
-
-def decode_fp8(codes: np.ndarray) -> np.ndarray:
-    """e4m3 bytes -> float32."""
-    return _FP8_VALUES[codes]
-
-
-def _as_float32(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values, np.float32)
-
-
-def _one_each(head_dim: int) -> int:
-    return head_dim
-
-
-_FP32 = RowCodec(np.dtype(np.float32), _one_each, _as_float32, _as_float32)
-_FP16 = RowCodec(np.dtype(np.float16), _one_each, encode_fp16, _as_float32)
-_FP8 = RowCodec(np.dtype(np.uint8), _one_each, encode_fp8, decode_fp8)
 
 KV_FORMATS: dict[str, KVFormat] = {
     form.name: form
     for form in (
-        KVFormat("fp32", _FP32, _FP32, (7, 5)),
-        KVFormat("fp16", _FP16, _FP16, (7, 5)),
-        KVFormat("fp8", _FP8, _FP8, (8, 9)),
+        KVFormat("fp32", FP32, FP32, (7, 5), None, "exact", is_automatic=False),
+        KVFormat("fp16", FP16, FP16, (7, 5), 0, "practically exact"),
+        KVFormat("fp8", FP8, FP8, (8, 9), 1, "half the bytes of fp16"),
+        KVFormat("turbo5k", FIVE_BITS, THREE_BITS, (7, 5), 4, "a quarter of the bytes of fp16"),
+        KVFormat("turbo3v", FP16, THREE_BITS, (7, 5), 3, "exact keys, small values", is_automatic=False),
+        KVFormat("turbo3", THREE_BITS, THREE_BITS, (7, 5), 2, "a fifth of the bytes of fp16, the deepest window",
+                 is_automatic=False, is_deepest=True),
     )
 }
 
-RESERVED_KV_FORMATS = ("turbo3", "turbo5k", "turbo3v")
-
 
 def kv_format(name: str) -> KVFormat:
-    """Look a format up. Raises UsageError for a name that does not exist, or not yet."""
+    """Look a format up. Raises UsageError for a name that does not exist."""
     form = KV_FORMATS.get(name)
-    if form is not None:
-        return form
-    expected = f"Choose one of {', '.join(KV_FORMATS)}."
-    if name in RESERVED_KV_FORMATS:
-        raise UsageError(f"KV format {name} is not built into this version.", expected)
-    raise UsageError(f"KV format {name!r} is unknown.", expected)
+    if form is None:
+        raise UsageError(f"KV format {name!r} is unknown.", f"Choose one of {', '.join(KV_FORMATS)}.")
+    return form

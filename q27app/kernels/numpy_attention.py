@@ -3,6 +3,7 @@
 Keys are cut at multiples of a fixed number of positions, counted from 0; prefill cuts again at the row tile's own 64, the
 only ones with a mask, and merges the softmax in ascending order, so no score matrix is larger than the rows of a tile times
 that number. A row alone has one line of scores a head. All query heads of a KV head stand below each other in one product.
+Where a format turns its rows, queries are turned once and what was attended is turned back once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def attend_pass(work: Pass, q: np.ndarray, kv_index: int, first_position: int, o
     """out [rows, A, D] = attention of q [rows, A, D] (normed and turned) over the stored keys, the rows' own included."""
     groups, (_, heads, dim) = work.state.geometry.num_kv_heads, q.shape
     repeat = heads // groups
-    q = q * (np.float32(1) / np.sqrt(np.float32(dim)))
+    q = work.state.format.key.turn(q * (np.float32(1) / np.sqrt(np.float32(dim))))
     for g in range(groups):
         mine = slice(g * repeat, (g + 1) * repeat)
         if work.tiles is None:
@@ -42,6 +43,7 @@ def attend_pass(work: Pass, q: np.ndarray, kv_index: int, first_position: int, o
             pieces = _tile_pieces(work.state, kv_index, g, work.pages(tile.seq), tile, first_position)
             attended = softmax_merge(stacked, pieces).reshape(repeat, TILE, dim)
             out[tile.rows, mine] = attended[:, tile.places].transpose(1, 0, 2)
+    out[...] = work.state.format.value.turn_back(out)
 
 
 def attend_row(

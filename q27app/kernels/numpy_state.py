@@ -20,7 +20,8 @@ import numpy as np
 from q27app.errors import OutOfMemory, Q27Error
 from q27app.kernels.backend import LayerGeometry
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch
-from q27app.kernels.kv_formats import RowCodec, kv_format
+from q27app.kernels.kv_codecs import RowCodec
+from q27app.kernels.kv_formats import kv_format
 
 
 @dataclass
@@ -44,6 +45,7 @@ class NumpyState:
         if min(num_slots, num_blocks) < 1 or min(num_delta_layers, num_kv_layers, max_record_rows) < 0:
             raise Q27Error(f"{num_slots} slots and {num_blocks} blocks, expected at least one of each.")
         self.geometry, self.format = geometry, kv_format(format_name)
+        self.format.check(geometry.head_dim)
         self.num_slots, self.num_blocks, self.max_record_rows = num_slots, num_blocks, max_record_rows
         heads, dim, groups = geometry.delta_value_heads, geometry.delta_head_dim, geometry.num_kv_heads
         channels = (2 * geometry.delta_key_heads + heads) * dim
@@ -137,7 +139,8 @@ class NumpyState:
         self.values[kv_index][:, physical] = self.format.value.encode(v).transpose(1, 0, 2)
 
     def read_keys(self, kv_index: int, head: int, rows: slice | np.ndarray) -> np.ndarray:
-        """Keys [n, D] float32 of one KV head at physical rows (`Pages.rows`); a view where format and rows allow it.
+        """Keys [n, D] float32 of one KV head at physical rows (`Pages.rows`), in their codec's frame; a view where format
+        and rows allow it.
 
         All of them must have been written."""
         return self.format.key.decode(self.keys[kv_index][head, rows])

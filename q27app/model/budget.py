@@ -6,7 +6,9 @@ contexts are tokens. A plan never exceeds `free - margin`; what does not fit rai
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from q27app.errors import OutOfMemory, UsageError
 from q27app.kernels.batch import BLOCK_POSITIONS
@@ -14,6 +16,8 @@ from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_kv_format
 from q27app.model.config import ModelConfig
 
 MIN_CONTEXT = 2048
+MAX_CONTEXT = 655_360
+"""Longest window that may be asked for: two and a half times the 27B's native one."""
 CONTEXT_STEP = 1024
 
 
@@ -72,9 +76,18 @@ def block_bytes(config: ModelConfig, kv_format: str) -> int:
     return BLOCK_POSITIONS * config.num_kv_layers * row
 
 
-def kv_formats_for(compute_capability: tuple[int, int]) -> list[str]:
-    """Names of the KV formats of this version that a card of this capability computes with, in the registry's order."""
-    return [name for name, form in KV_FORMATS.items() if compute_capability >= form.min_compute_capability]
+def automatic_kv_formats(compute_capability: tuple[int, int] | None, head_dim: int) -> list[str]:
+    """KV formats that may be chosen without being asked for, the most exact first; None: the NumPy backend."""
+    if compute_capability is None:
+        return ["fp32"]
+    return [name for name in kv_formats_for(compute_capability, head_dim) if KV_FORMATS[name].is_automatic]
+
+
+def kv_formats_for(compute_capability: tuple[int, int], head_dim: int | None = None) -> list[str]:
+    """Names of the KV formats that a card of this capability computes with, the most exact first; those that code heads of
+    head_dim numbers, if that is given."""
+    return [form.name for form in KV_FORMATS.values() if form.kernel_code is not None
+            and compute_capability >= form.min_compute_capability and (head_dim is None or form.fits(head_dim))]
 
 
 def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> int:
@@ -98,6 +111,8 @@ def plan_memory(
     reasons: list[str] = []
     if context is not None and context < BLOCK_POSITIONS:
         raise UsageError(f"context is {context} tokens, expected at least {BLOCK_POSITIONS}.")
+    if context is not None and context > max(MAX_CONTEXT, config.max_context):
+        raise UsageError(f"context is {context} tokens, expected at most {max(MAX_CONTEXT, config.max_context)}.")
     if slots is not None and not 1 <= slots <= 4096:
         raise UsageError(f"slots is {slots}, expected 1 to 4096.")
     per_slot, per_block = slot_bytes(config), block_bytes(config, kv_format)
@@ -137,3 +152,23 @@ def plan_memory(
             "Choose a smaller --ctx, fewer --slots, a smaller tier or KV format, or free memory on the card.",
         )
     return plan
+
+
+def plan_with_best_format(config: ModelConfig, formats: Sequence[str], **sizes: Any) -> MemoryPlan:
+    """`plan_memory` with the first of `formats` that holds the wished window, or the native one; else with the one that
+    holds the longest. sizes: the other arguments of `plan_memory`. Raises OutOfMemory where none fits."""
+    wanted = sizes.get("context") or config.max_context
+    best: MemoryPlan | None = None
+    refusal: OutOfMemory | None = None
+    for name in formats:
+        try:
+            plan = plan_memory(config, kv_format=name, **sizes)
+        except OutOfMemory as error:
+            refusal = error
+            continue
+        if best is None or min(plan.max_context, wanted) > min(best.max_context, wanted):
+            best = plan
+    if best is None:
+        raise refusal or UsageError("no KV format can be used here.")
+    why = "the most exact that holds the window" if best.max_context >= wanted else "the longest window"
+    return replace(best, reasons=[f"KV format: {best.kv_format} (auto: {why})", *best.reasons])

@@ -89,14 +89,14 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
 
 def good_tiers(generation: str, prefer: str) -> list[str]:
-    """Tiers worth choosing, the smallest first and the wanted one last. prefer: speed, balanced or quality.
+    """Tiers worth choosing, the smallest first and the wanted one last. prefer: speed, window, balanced or quality.
 
-    speed: only the smallest. balanced: up to the smallest whose perplexity is close to the best. quality: up to the best.
+    speed, window: only the smallest. balanced: up to the smallest whose perplexity is close to the best. quality: up to the best.
     """
     table = PERPLEXITY[generation if generation in PERPLEXITY else "3.6"]
     best = min(table.values())
     by_size = sorted(table, key=lambda tier: family_checkpoint("3.6").bytes_of(tier))
-    if prefer == "speed":
+    if prefer in ("speed", "window"):
         return by_size[:1]
     limit = best * CLOSE if prefer == "balanced" else best
     wanted = next(tier for tier in by_size if table[tier] <= limit)

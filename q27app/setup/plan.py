@@ -3,12 +3,13 @@
 `make_plan` tries configurations with `model.budget.plan_memory`, the arithmetic that the engine allocates by, so that plan
 and engine cannot disagree. The rungs of the ladder, each taken only if it keeps the window of the one before:
 
-    1  smallest tier, the KV format that gives the longest window      until the native window is reached
+    1  smallest tier, the KV format that gives the longest window      until the native window is reached; the plain ones
+                                                                       before those that turn rows (fp8 where there is fp8)
     2  better tiers, in order                                          while the native window still fits
     3  more exact KV formats                                           while the native window still fits
     4  more slots, up to 4                                             while each has the native window
 
-So more free memory never gives a shorter window. What is planned stays below free memory less `reserve`:
+The wish for the longest window takes the smallest format there is. So more free memory never gives a shorter window. What is planned stays below free memory less `reserve`:
 
     RUNTIME_BYTES   CUDA context, kernels, records of speculative rows, sampling
     DESKTOP_BYTES   a desktop on this card grows by this much      WSL_BYTES   the other system's share that WSL hides
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import MemoryPlan, kv_formats_for, plan_memory, scratch_bytes
+from q27app.model.budget import KV_FORMATS, MemoryPlan, kv_formats_for, plan_memory, scratch_bytes
 from q27app.setup.cards import OLDEST
 from q27app.setup.checkpoints import FAMILY, Checkpoint, family_checkpoint, good_tiers
 
@@ -34,9 +35,8 @@ LOGIT_ROWS = 64
 SHORT_CONTEXT = 32_768
 """A coding agent needs about this much; less is told as a warning."""
 
-EXACTNESS = ("fp16", "fp8", "turbo5k", "turbo3v", "turbo3")
-"""KV formats that are chosen by themselves, the most exact first."""
-NEVER_AUTO = ("turbo3v", "turbo3")
+
+PREFERENCES = ("speed", "balanced", "quality", "window")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wishes:
-    """None = auto. prefer: speed, balanced or quality. checkpoint: a file's, or None for the 27B of `generation`."""
+    """None = auto. prefer: one of PREFERENCES. checkpoint: a file's, or None for the 27B of `generation`."""
 
     tier: str | None = None
     kv: str | None = None
@@ -140,8 +140,8 @@ def _extra(machine: Machine) -> int:
     return (DESKTOP_BYTES if machine.has_display else 0) + (WSL_BYTES if machine.is_wsl else 0)
 
 
-def make_plan(machine: Machine, wishes: Wishes = Wishes(), formats: list[str] | None = None) -> Plan:
-    """The best configuration for the card. formats: KV formats that exist; default: the registry's for the card.
+def make_plan(machine: Machine, wishes: Wishes = Wishes()) -> Plan:
+    """The best configuration for the card.
 
     Raises GpuError-like UsageError for a card or a wish that cannot be, TooSmall if nothing fits.
     """
@@ -150,34 +150,35 @@ def make_plan(machine: Machine, wishes: Wishes = Wishes(), formats: list[str] | 
         raise UsageError(f"{machine.name} has compute capability {number}, the kernels need 8.0 or newer.",
                          "Use an RTX 30 or newer, an A or L card, H100 or newer.")
     checkpoint = wishes.checkpoint or family_checkpoint(wishes.generation)
-    search = _Search(machine, checkpoint, wishes, _formats(machine, wishes, formats))
+    search = _Search(machine, checkpoint, wishes, _formats(machine, wishes, checkpoint.config.head_dim))
     try:
         tier, kv, memory = search.climb()
     except OutOfMemory as error:
-        raise _too_small(machine, checkpoint, wishes, formats, error) from error
+        raise _too_small(machine, checkpoint, wishes, error) from error
     return search.described(tier, kv, memory)
 
 
-def _formats(machine: Machine, wishes: Wishes, formats: list[str] | None) -> list[str]:
+def _formats(machine: Machine, wishes: Wishes, head_dim: int) -> list[str]:
     """KV formats to choose among, the most exact first."""
-    there = kv_formats_for(machine.capability) if formats is None else formats
+    there = kv_formats_for(machine.capability, head_dim)
     if wishes.kv is not None:
         if wishes.kv not in there:
             raise UsageError(f"KV format {wishes.kv} cannot be used on {machine.name} "
-                             f"(compute capability {'.'.join(map(str, machine.capability))}) in this version.",
-                             f"Choose one of {', '.join(name for name in EXACTNESS if name in there)}.")
+                             f"(compute capability {'.'.join(map(str, machine.capability))}) with heads of {head_dim} numbers.",
+                             f"Choose one of {', '.join(there)}.")
         return [wishes.kv]
-    return [name for name in EXACTNESS if name in there and name not in NEVER_AUTO]
+    if wishes.prefer == "window" and (deepest := [name for name in there if KV_FORMATS[name].is_deepest]):
+        return deepest
+    return [name for name in there if KV_FORMATS[name].is_automatic]
 
 
-def _too_small(machine: Machine, checkpoint: Checkpoint, wishes: Wishes, formats: list[str] | None,
-               error: OutOfMemory) -> TooSmall:
+def _too_small(machine: Machine, checkpoint: Checkpoint, wishes: Wishes, error: OutOfMemory) -> TooSmall:
     fits = None
     size = checkpoint.bytes_of(wishes.tier or "q4s")
     for smaller in FAMILY[2:] if wishes.context is None and wishes.slots is None else ():
         if smaller.bytes_of("q4s") < size and fits is None:
             try:
-                fits = make_plan(machine, Wishes(kv=wishes.kv, prefer=wishes.prefer, checkpoint=smaller), formats)
+                fits = make_plan(machine, Wishes(kv=wishes.kv, prefer=wishes.prefer, checkpoint=smaller))
             except OutOfMemory:
                 continue
     users = "".join(f" {user.name} (process {user.pid}) holds {user.nbytes / 1e9:.1f} GB." for user in machine.users[:3])
@@ -220,7 +221,9 @@ class _Search:
         kv, memory = max(found, key=lambda pair: pair[1].max_context)
         tier, goal = tiers[0], self.native if context is None else context
         if memory.max_context >= goal:
-            kv = next(name for name, plan in reversed(found) if plan.max_context >= goal)
+            enough = [name for name, plan in found if plan.max_context >= goal]
+            kv = ([name for name in enough if not KV_FORMATS[name].is_turned] or enough)[-1]
+            memory = self.memory(tier, kv, context, slots)
             for better in tiers[1:]:
                 if (plan := self.tried(better, kv, context, slots)) and plan.max_context >= goal:
                     tier, memory = better, plan

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from q27app.model.budget import KV_FORMATS, kv_formats_for
 from q27app.setup.checkpoints import PERPLEXITY
 
 if TYPE_CHECKING:
     from q27app.model.budget import MemoryPlan
     from q27app.setup.plan import Alternative, Choice, Plan, _Search
 
-KV_NOTES = {
-    "fp32": "exact", "fp16": "practically exact", "fp8": "half the bytes of fp16", "turbo5k": "a quarter of the bytes of fp16",
-    "turbo3v": "fewer bytes for values", "turbo3": "a fifth of the bytes of fp16, the deepest window",
-}
-RESERVED = ("turbo5k", "turbo3")
 REDUCED_CONTEXTS = (131_072, 65_536, 32_768)
 
 
@@ -53,15 +49,15 @@ def _tier_reason(search: _Search, tier: str) -> str:
     tiers = search.tiers()
     if tier == tiers[-1]:
         why = {"speed": "the fastest", "balanced": "the smallest that is as good as the best",
-               "quality": "the best"}[search.wishes.prefer]
+               "quality": "the best", "window": "the smallest"}[search.wishes.prefer]
         return f"{why}, {size}"
     return f"a larger one would shorten the window, {size}"
 
 
 def _kv_reason(search: _Search, kv: str, at_native: bool) -> str:
-    note = KV_NOTES.get(kv, "")
+    note = KV_FORMATS[kv].note
     if len(search.formats) == 1:
-        return f"{note}; the only one that this version has for this card"
+        return f"{note}; the smallest there is"
     if at_native:
         return f"{note}; the most exact that holds the native window"
     return f"{note}; the longest window"
@@ -69,8 +65,7 @@ def _kv_reason(search: _Search, kv: str, at_native: bool) -> str:
 
 def alternatives(search: _Search, plan: Plan) -> tuple[Alternative, ...]:
     """Other configurations that fit: longer window, other formats, better and faster tiers, more slots."""
-    from q27app.model.budget import kv_formats_for
-    from q27app.setup.plan import EXACTNESS, NEVER_AUTO, Alternative
+    from q27app.setup.plan import Alternative
 
     found: list[Alternative] = []
 
@@ -82,9 +77,8 @@ def alternatives(search: _Search, plan: Plan) -> tuple[Alternative, ...]:
         if entry not in found:
             found.append(entry)
 
-    deepest = [name for name in NEVER_AUTO if name in kv_formats_for(plan.machine.capability)]
-    for kv in EXACTNESS:
-        if kv != plan.kv and (kv in search.formats or (kv in deepest and not search.wishes.kv)):
+    for kv in kv_formats_for(plan.machine.capability, search.checkpoint.config.head_dim) if not search.wishes.kv else ():
+        if kv != plan.kv:
             add(plan.tier, kv, None, 1)
     if not search.checkpoint.path:
         table = PERPLEXITY.get(search.checkpoint.generation, PERPLEXITY["3.6"])
@@ -103,7 +97,7 @@ def alternatives(search: _Search, plan: Plan) -> tuple[Alternative, ...]:
 def _costs(search: _Search, plan: Plan, tier: str, kv: str, memory: MemoryPlan) -> str:
     parts = []
     if kv != plan.kv:
-        parts.append(KV_NOTES.get(kv, kv))
+        parts.append(KV_FORMATS[kv].note)
     if memory.num_slots != plan.slots:
         parts.append(f"{memory.num_slots} requests at once" if memory.num_slots > 1 else "one request at a time")
     if memory.max_context != plan.context:
@@ -120,7 +114,6 @@ def _costs(search: _Search, plan: Plan, tier: str, kv: str, memory: MemoryPlan) 
 
 def warnings(search: _Search, plan: Plan) -> tuple[str, ...]:
     """What the user should know before relying on it."""
-    from q27app.model.budget import kv_formats_for
     from q27app.setup.plan import DESKTOP_BYTES, SHORT_CONTEXT, WSL_BYTES
 
     machine, found = plan.machine, []
@@ -128,11 +121,6 @@ def warnings(search: _Search, plan: Plan) -> tuple[str, ...]:
         found.append(f"a window of {plan.context} tokens is short for a coding agent, which needs about {SHORT_CONTEXT}.")
     if plan.context > search.native:
         found.append(f"the window is beyond the native {search.native} tokens; quality is not warranted there.")
-    if machine.capability < (8, 9) and plan.context < search.native and not search.wishes.kv:
-        there = kv_formats_for(machine.capability)
-        missing = [name for name in RESERVED if name not in there]
-        if missing:
-            found.append(f"this version has no {' and no '.join(missing)}, with which this card would hold a longer window.")
     if machine.has_display:
         found.append(f"a desktop runs on this card: {DESKTOP_BYTES / 1e9:.1f} GB are kept for it.")
     if machine.is_wsl:

@@ -22,8 +22,8 @@ def dense(tmp_path_factory):
     return synthesize(tmp_path_factory.mktemp("dense") / "dense.q27", wiring="dense")
 
 
-def desk_of(path, cache=True, states=40, folder=None, slots=2, context=320, draft="auto") -> Desk:
-    config = EngineConfig(path, "numpy", context=context, slots=slots, prefill_chunk=64, cache=cache, draft=draft,
+def desk_of(path, cache=True, states=40, folder=None, slots=2, context=320, draft="auto", kv="auto") -> Desk:
+    config = EngineConfig(path, "numpy", context=context, slots=slots, prefill_chunk=64, cache=cache, draft=draft, kv_format=kv,
                           cache_host_bytes=states * 1_300_000, cache_dir=folder)
     loaded = open_model(config, lambda share: None)
     if folder is not None:
@@ -127,3 +127,32 @@ def test_a_restart_finds_its_states_on_disk(dense, cold, tmp_path):
     answer = foreign.submit(request)
     foreign.run()
     assert answer.last.stats.num_cached == 0
+
+
+def test_states_of_a_small_format_are_found_again_and_only_in_that_format(dense, tmp_path, kv="turbo5k"):
+    """Two turns beside another conversation, from the ring and from disk: the bits of a cold run. Another format finds nothing."""
+    params = SamplingParams(max_tokens=3, logprobs=4)
+    turns = [Request("first", prompt_of(200), params, system_len=70), Request("second", prompt_of(260), params, system_len=70)]
+    plain = desk_of(dense, cache=False, draft="off", kv=kv)
+    cold_answers = []
+    for request in turns:
+        cold_answers.append(plain.submit(request))
+        plain.run()
+    first = desk_of(dense, folder=tmp_path, kv=kv)
+    for request, expected in zip(turns, cold_answers):
+        answer = first.submit(request)
+        first.submit(Request("other" + request.id, prompt_of(90, seed=4), params))
+        first.run()
+        assert told(answer) == told(expected)
+        settle_all(first)
+    assert answer.last.stats.num_cached == 192
+    first.loaded.close()
+    again = desk_of(dense, folder=tmp_path, kv=kv)
+    answer = again.submit(turns[1])
+    again.run()
+    assert told(answer) == told(cold_answers[1]) and answer.last.stats.reuse.kind == "disk"
+    for other in ("fp16", "turbo3v"):
+        foreign = desk_of(dense, folder=tmp_path, kv=other)
+        answer = foreign.submit(turns[1])
+        foreign.run()
+        assert answer.last.stats.num_cached == 0

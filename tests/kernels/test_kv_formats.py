@@ -1,12 +1,18 @@
-"""Formats of keys and values: every byte of e4m3, rounding, saturation, sizes, reserved names."""
+"""Formats of keys and values: every byte of e4m3, rounding, saturation, sizes, names."""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import q27app
+from q27app.config import ModelSection
 from q27app.errors import UsageError
-from q27app.kernels.kv_formats import KV_FORMATS, decode_fp8, encode_fp8, encode_fp16, kv_format
+from q27app.kernels.kv_codecs import decode_fp8, encode_fp8, encode_fp16
+from q27app.kernels.kv_formats import KV_FORMATS, kv_format
 
 
 def e4m3(code: int) -> float:
@@ -62,12 +68,19 @@ def test_row_bytes(name, size):
     assert kv_format(name) is KV_FORMATS[name]
 
 
-@pytest.mark.parametrize("name", ["turbo3", "turbo5k", "turbo3v"])
-def test_reserved_names_are_refused_by_name(name):
-    with pytest.raises(UsageError, match=f"{name} is not built"):
-        kv_format(name)
-
-
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UsageError, match="'int3' is unknown.*fp32, fp16, fp8"):
         kv_format("int3")
+
+
+def test_the_configuration_offers_the_table():
+    choices = next(field.metadata["rule"].choices for field in fields(ModelSection) if field.name == "kv")
+    assert choices == ("auto", *KV_FORMATS)
+
+
+def test_no_other_file_knows_the_names_of_turned_formats():
+    package = Path(q27app.__file__).parent
+    known = {"kernels/kv_formats.py", "config.py", "kernels/cu/kv_format.cuh", "kernels/cu/wht.cuh"}
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in (".py", ".cu", ".cuh")
+             and "turbo" in path.read_text(encoding="utf-8")}
+    assert found <= known, f"formats are rows of the table; these know their names: {sorted(found - known)}"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import block_bytes, plan_memory, slot_bytes
+from q27app.model.budget import automatic_kv_formats, block_bytes, plan_memory, plan_with_best_format, slot_bytes
 from tests.model import geometry
 
 
@@ -68,3 +68,21 @@ def test_a_window_beyond_the_native_one_is_allowed_with_a_warning():
 def test_senseless_wishes_are_usage_errors(wishes):
     with pytest.raises(UsageError):
         plan(24 * GB, **wishes)
+
+
+@pytest.mark.parametrize("free, capability, expected", [
+    (140 * GB, (9, 0), ("fp16", 262_144)), (30 * GB, (12, 0), ("fp8", 262_144)), (24 * GB, (8, 9), ("turbo5k", 262_144)),
+    (24 * GB, (8, 6), ("turbo5k", 262_144)), (19 * GB, (8, 6), ("turbo5k", None))])
+def test_the_format_is_the_most_exact_that_holds_the_window(free, capability, expected):
+    formats = automatic_kv_formats(capability, CONFIG.head_dim)
+    got = plan_with_best_format(CONFIG, formats, free=free, weights=int(15.5 * GB), scratch=GB // 2, margin=GB)
+    assert got.kv_format == expected[0] and (got.max_context == expected[1] or expected[1] is None)
+    assert got.reasons[0].startswith(f"KV format: {expected[0]} (auto: ")
+    wished = plan_with_best_format(CONFIG, formats, free=free, weights=int(15.5 * GB), scratch=GB // 2, margin=GB, context=4096)
+    assert wished.kv_format == "fp16"
+
+
+def test_no_format_fits_and_none_is_there():
+    with pytest.raises(OutOfMemory):
+        plan_with_best_format(CONFIG, ["fp16", "turbo3"], free=16 * GB, weights=int(15.5 * GB), scratch=GB // 2)
+    assert automatic_kv_formats(None, 256) == ["fp32"] and automatic_kv_formats((8, 6), 64) == ["fp16"]

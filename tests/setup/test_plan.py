@@ -35,14 +35,9 @@ def machines():
     return [Machine(card.name, card.capability, int(card.free_gib * GIB)) for card in CARDS] + list(EXTRA)
 
 
-def formats_of(machine):
-    """The formats of the golden table, whatever the registry gains."""
-    return ["fp16", "fp8"] if machine.capability >= (8, 9) else ["fp16"]
-
-
 def best(machine, wishes=Wishes()):
     try:
-        return make_plan(machine, wishes, formats_of(machine))
+        return make_plan(machine, wishes)
     except TooSmall as error:
         return error.fits
 
@@ -102,7 +97,7 @@ def test_figures_are_those_of_the_engine():
 
 
 def test_a_desktop_and_wsl_cost_window():
-    windows = [best(Machine("4090", (8, 9), int(23.2 * GIB), **extra)).context
+    windows = [best(Machine("4090", (8, 9), int(23.2 * GIB), **extra), Wishes(kv="fp8")).context
                for extra in ({}, {"has_display": True}, {"is_wsl": True})]
     assert windows[0] > windows[1] > windows[2]
 
@@ -129,6 +124,39 @@ def test_every_choice_has_a_reason_and_the_text_shows_it():
     text = plan_text(plan)
     assert [choice.what for choice in plan.choices] == ["model", "tier", "KV format", "context", "slots", "drafts"]
     assert all(choice.reason in text for choice in plan.choices) and "a desktop runs on this card" in text
+
+
+AMPERE = Machine("RTX 3090, 23.1 GiB free", (8, 6), int(23.1 * GIB))
+
+
+def test_a_24_gb_ampere_card_holds_the_whole_native_window():
+    plan = best(AMPERE)
+    assert (plan.tier, plan.kv, plan.context, plan.slots) == ("q4s", "turbo5k", 262_144, 1)
+    deep = best(AMPERE, Wishes(kv="turbo3", slots=2))
+    assert deep.context >= 196_608 and deep.slots == 2 and deep.peak <= AMPERE.free - deep.reserve
+    deepest = best(AMPERE, Wishes(prefer="window"))
+    assert deepest.kv == "turbo3" and deepest.context == 262_144
+    assert "deepest" in next(choice.reason for choice in deepest.choices if choice.what == "KV format")
+
+
+def test_a_card_with_fp8_keeps_it_where_the_window_fits():
+    plan = best(Machine("32 GB", (12, 0), int(31.4 * GIB)))
+    assert (plan.kv, plan.context) == ("fp8", 262_144)
+
+
+def test_a_window_beyond_the_native_one_is_only_taken_when_asked_for_and_warned_of():
+    big = Machine("H200", (9, 0), 139 * GIB)
+    assert best(big).context == 262_144
+    plan = best(big, Wishes(context=655_360))
+    assert plan.context == 655_360 and any("beyond the native 262144" in text for text in plan.warnings)
+    assert "beyond the native" in plan_text(plan)
+    with pytest.raises(UsageError, match="655361 tokens, expected at most 655360"):
+        make_plan(big, Wishes(context=655_361))
+
+
+def test_slots_share_evenly():
+    plan = best(Machine("48 GB", (8, 9), 47 * GIB), Wishes(slots=3))
+    assert plan.memory.num_blocks == 3 * -(-plan.context // 64)
 
 
 def test_a_file_is_planned_with_its_own_bytes():
