@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from q27app.chat.tool_calls import FoundCall
 from q27app.chat.tool_json import BrokenJson, JsonHead, JsonUnit, NeedsMore, json_head, read_json
-from q27app.chat.tool_json_tail import read_tail
+from q27app.chat.tool_json_tail import is_cut_json, read_tail
 from q27app.chat.tool_repair import CLOSED, CUT, ENDED
 from q27app.chat.tool_xml import XmlHead, XmlUnit, read_xml, xml_head
 from q27app.chat.types import Tool
@@ -33,7 +33,7 @@ class Outcome:
     """source: what the unit is made of; rest: what came after it and is text to look at.
 
     call: None if it is no call. is_started: it looked like one, so that it is recorded. names_unknown: it names a tool
-    that is not offered.
+    that is not offered. is_half: the text ended inside it.
     """
 
     source: str
@@ -41,6 +41,7 @@ class Outcome:
     call: FoundCall | None = None
     is_started: bool = False
     names_unknown: bool = False
+    is_half: bool = False
 
 
 class BareUnit:
@@ -86,7 +87,8 @@ class BareUnit:
         how = CLOSED if self._is_wrapped and how == ENDED else how
         found = read_tail(unit.head, source, self._tools, how)
         if found is None:
-            return Outcome(source, "", is_started=bool(unit.head.tool))
+            text = unit.head.prefix + source[unit.head.begin :]
+            return Outcome(source, "", is_started=bool(unit.head.tool), is_half=bool(unit.head.tool) and is_cut_json(text))
         call, end = found
         return Outcome(source[:end], source[end:], call, is_started=True)
 
@@ -130,6 +132,7 @@ class BareUnit:
         unit.finish(source[:limit], how)
         call = read_xml(unit, source, self._tools, how, self._is_wrapped)
         end = unit.end if call is not None and unit.end is not None else limit
+        is_half = how != CLOSED and unit.is_half and bool(unit.head.name)
         has_parts = unit.is_closed or bool(unit.values) or unit.phase != "head"
-        is_started = has_parts and (unit.head.kind in ("function", "json") or unit.is_closed)
-        return Outcome(source[:end], source[end:], call, is_started, names_unknown=not unit.head.is_known)
+        is_started = has_parts and (unit.head.kind in ("function", "json") or unit.is_closed or is_half)
+        return Outcome(source[:end], source[end:], call, is_started, not unit.head.is_known, is_half)

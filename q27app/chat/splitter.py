@@ -217,7 +217,7 @@ class Splitter:
         if is_headless:
             self._num_no_head += 1
             self._is_ambiguous = True
-        if how == CUT and outcome.is_started:
+        if outcome.is_started and (how == CUT or outcome.is_half):
             segments.append(Segment("dropped", outcome.source))
             return
         self._emit_text(segments, outcome.source)

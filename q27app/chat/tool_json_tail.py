@@ -1,12 +1,13 @@
-"""JSON calls that are broken up to the end of the answer: values with raw quotes, calls that the model left open.
+"""JSON calls that are broken up to the end of the answer: values with raw quotes, closing braces that are missing.
 
 Tried in this order, only for a call that names an offered tool:
 
     content tag    "key": "..</content>, ..}    the tag ends the value          unless a limit ended the answer
-    cut            the end is missing           string and braces are closed    only if the model ended by itself
+    open braces    "key": "value"               the braces are put in           only if the model ended by itself
     raw quotes     "key": "a "b" c", ..}        inner quotes are escaped        only if the model ended by itself
 
-What results must have the tool's required parameters and only declared ones.
+What results must have the tool's required parameters and only declared ones. A value that has no end of its own is never
+given one: half a value would be run as if it were whole.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _CONTENT_END = re.compile(r"</content>(?=\s*[,}])")
 _FILE_END = re.compile(r"</file>\s*\Z")
 _QUOTE_END = re.compile(r'"(?=\s*[,}])')
 _STRUCTURE = re.compile(r'\\[\s\S]?|["{}\[\]]')
-_UNICODE_CUT = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3})?)\Z")
 _LONE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\|"|[\x00-\x1f]')
 _OPENERS = {"{": "}", "[": "]"}
+_NEAR_END = 6
+"""Characters of the longest thing that a cut leaves without an end, beside strings: an escape."""
 
 
 def read_tail(head: JsonHead, source: str, tools: Mapping[str, Tool], how: str) -> tuple[FoundCall, int] | None:
@@ -95,7 +97,10 @@ def _content_tag(text: str, tool: Tool, tools: Mapping[str, Tool]) -> _Found | N
 
 
 def _closed_at_end(text: str, tool: Tool, tools: Mapping[str, Tool]) -> _Found | None:
-    body = _FILE_END.sub("", text)
+    """Only the braces of the arguments and of the call may be missing, right after a value that has an end of its own."""
+    body = _FILE_END.sub("", text).rstrip()
+    if not body.endswith(('"', "}", "]")):
+        return None
     frames: list[str] = []
     in_string = False
     for match in _STRUCTURE.finditer(body):
@@ -108,13 +113,21 @@ def _closed_at_end(text: str, tool: Tool, tools: Mapping[str, Tool]) -> _Found |
             frames.append(_OPENERS[char])
         elif not frames or frames.pop() != char:
             return None
-    if not frames:
+    if in_string or not 1 <= len(frames) <= 2 or "]" in frames:
         return None
-    if in_string:
-        cut = _UNICODE_CUT.search(body, max(0, len(body) - 4096))
-        body = (body[: cut.start(1)] if cut else body) + '"'
     found = _checked(body + "".join(reversed(frames)), tool, tools)
     return (found[0], len(text), "cut_json") if found else None
+
+
+def is_cut_json(text: str) -> bool:
+    """Whether a text would be JSON if only it went on: nothing in it is wrong before its end."""
+    try:
+        json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text.rstrip()) - _NEAR_END or error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
 
 
 def _raw_quotes(text: str, tool: Tool, tools: Mapping[str, Tool]) -> _Found | None:

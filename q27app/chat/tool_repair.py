@@ -10,8 +10,8 @@ dialect is never rewritten.
 
     where                        what may be completed
     wrapper with its closer      the closing brace or tag that is missing before the wrapper's closer
-    end of the answer            also a cut JSON object outside a wrapper, and an XML call's last value (if the tool's
-                                 required parameters are all there)
+    end of the answer            also the closing braces of a JSON call outside a wrapper, and a missing `</function>`,
+                                 after values that have an end of their own; never a value
     a limit ended the answer     nothing
 """
 
@@ -52,8 +52,8 @@ DRIFTS: dict[str, Drift] = {
             "the wrapper is missing: read as it stands",
         ),
         Drift(
-            "cut_json", '{"name": "Shell", "arguments": {"cmd": "ls',
-            "string and braces are closed, at the answer's end",
+            "cut_json", '{"name": "Shell", "arguments": {"cmd": "ls"',
+            "the braces are put in, at the answer's end",
         ),
         Drift(
             "content_tags", '{"name": "Shell", "arguments": {"cmd": <content>a "b"</content>}}',

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from q27app.chat.tool_calls import FoundCall, parse_json, schema_types, typed_value, unwrapped_value
 from q27app.chat.tool_json import MAX_LOOSE_UNIT, MAX_UNIT, JsonHead, NeedsMore, json_head
-from q27app.chat.tool_repair import CLOSED, CUT, ENDED, declared_name, infer_tool, properties_of, required_of
+from q27app.chat.tool_repair import CLOSED, CUT, declared_name, infer_tool, properties_of, required_of
 from q27app.chat.types import Tool
 
 _PLACEHOLDERS = ("name", "tool_name", "function")
@@ -35,7 +35,7 @@ _TAG = re.compile(
     r"(?:[ \t=][^<>\n]{0,256})?>|\n"
 )
 _TAG_START = re.compile(r"</?[a-z_]{0,10}(?:[ \t=][^<>\n]{0,256})?")
-_PARTIAL_CLOSER = re.compile(r"</?[a-z_]*\s*\Z")
+_CLOSERS = ("</function>", "</tool_call>")
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,14 @@ class Value:
 class XmlUnit:
     """Scans one call from its head on. `end`: where it ends in the source, or None so far.
 
-    is_closed: its `</function>` came. phase: "head" | "value" | "after" a value.
+    is_closed: its `</function>` came. is_half: the text ended in a value, or in a tag that would have begun one.
+    phase: "head" | "value" | "after" a value.
     """
 
     def __init__(self, head: XmlHead) -> None:
         self.head = head
         self.end: int | None = None
-        self.is_closed = self.is_malformed = self.has_result = self.is_too_long = False
+        self.is_closed = self.is_malformed = self.is_half = self.has_result = self.is_too_long = False
         self.phase = "head"
         self.values: list[Value] = []
         self.lead: str | None = None
@@ -299,6 +300,10 @@ class XmlUnit:
         self.end = end
         if self.phase == "after":
             self._end_value()
+            rest = source[self._value_after : end].strip()
+            is_closer = len(rest) > 1 and any(closer.startswith(rest) for closer in _CLOSERS)
+            self.is_half = bool(rest) and not is_closer and _TAG_START.fullmatch(rest) is not None
+            self.is_malformed = self.is_malformed or self.is_half
             self.end = self._value_after
             return
         if self.phase != "value":
@@ -312,10 +317,11 @@ class XmlUnit:
             value_end = body.rfind("</function>")
             self.values.append(Value(*self.open, value_end, is_closed=False))
             self.end, self.is_closed = self.function_end, True
-        elif (how == ENDED and not _PARTIAL_CLOSER.search(body)) or self.head.kind == "tool_name":
+        elif self.head.kind == "tool_name":
             self.values.append(Value(*self.open, end, is_closed=False))
+            self.is_half = how != CLOSED
         else:
-            self.is_malformed = True
+            self.is_malformed = self.is_half = True
 
 
 # ---------------------------------------------------------------------- what it says
@@ -340,7 +346,7 @@ def read_xml(unit: XmlUnit, source: str, tools: Mapping[str, Tool], how: str, is
     if is_open:
         nested = set(unit.nested_keys) & properties_of(tool).keys()
         whole = "arguments" in texts and head.kind == "tool_name"
-        if nested or not required_of(tool) <= arguments.keys() or not (whole or how in (CLOSED, ENDED)):
+        if nested or not required_of(tool) <= arguments.keys() or not (whole or unit.is_closed or how == CLOSED):
             return None
         drift = "open_value" if head.kind == "function" else drift
     elif head.kind == "function" and not unit.is_closed:

@@ -24,8 +24,8 @@ AT_END = "at the end"
 
 DRIFTED: dict[str, tuple[str, list[tuple], str, str]] = {
     "1": ('{"name": "Shell", "arguments": {"cmd": "ls"}}', [LS], "bare_json", WHOLE),
-    "2": ('{"name": "WriteFile", "arguments": {"path": "a", "body": "b', [WRITE], "cut_json", AT_END),
-    "2 file": ('{"name": "WriteFile", "arguments": {"path": "a", "body": "b</file>', [WRITE], "cut_json", AT_END),
+    "2": ('{"name": "WriteFile", "arguments": {"path": "a", "body": "b"', [WRITE], "cut_json", AT_END),
+    "2 file": ('{"name": "WriteFile", "arguments": {"path": "a", "body": "b"}\n</file>', [WRITE], "cut_json", AT_END),
     "3 raw": (
         '{"name": "WriteFile", "arguments": {"body": <content>s = "q";\n</content>, "path": "a"}}',
         [("WriteFile", {"body": 's = "q";\n', "path": "a"})], "content_tags", WHOLE,
@@ -55,8 +55,6 @@ DRIFTED: dict[str, tuple[str, list[tuple], str, str]] = {
     ),
     "12": ('{"name": Shell, "arguments": {"cmd": "ls"}}', [LS], "unquoted_name", WHOLE),
     "12 quote": ('{"name": Shell", "arguments": {"cmd": "ls"}}', [LS], "unquoted_name", WHOLE),
-    "13": ('{"name": "Shell", "arguments": {"cmd": "say \\"hi\\" \\', [("Shell", {"cmd": 'say "hi" '})], "cut_json", AT_END),
-    "13 unicode": ('{"name": "Shell", "arguments": {"cmd": "\\u00e9\\u00', [("Shell", {"cmd": "é"})], "cut_json", AT_END),
     "14": (
         "<tool_name>ReadFile</tool_name>\n<parameter=path>a</parameter>\n<tool_name>Shell\n</tool_name>\n"
         '<parameter=arguments>\n{"cmd":"ls"}}', [READ, LS], "tool_name", WHOLE,
@@ -83,9 +81,30 @@ DRIFTED: dict[str, tuple[str, list[tuple], str, str]] = {
     "X key": ('{"name": "Shell", "arguments>\n{"cmd": "ls"}}', [LS], "tag_key", WHOLE),
     "open value": ("<function=Shell>\n<parameter=cmd>\nls\n</function>", [LS], "open_value", WHOLE),
     "open function": (f"<function=Shell>\n{CMD}", [LS], "open_function", WHOLE),
-    "open end": ("<function=Shell>\n<parameter=cmd>\nls", [LS], "open_value", AT_END),
 }
 """What a model writes; the calls; the drift; whether it is read in a closed wrapper too or only bare at the end."""
+
+HALF = {
+    "2": '{"name": "WriteFile", "arguments": {"path": "a", "body": "b',
+    "2 file": '{"name": "WriteFile", "arguments": {"path": "a", "body": "b\n</file>',
+    "2 key": '{"name": "Shell", "arguments": {"cmd": "ls", "no',
+    "2 comma": '{"name": "Shell", "arguments": {"cmd": "ls",',
+    "2 list": '{"name": "Shell", "arguments": {"cmd": "ls", "note": ["a", "b"',
+    "2 number": '{"name": "Shell", "arguments": {"cmd": "ls", "note": 1',
+    "2 deep": '{"name": "Shell", "arguments": {"cmd": "ls", "note": {"a": {"b": 1}',
+    "6": '{"name":\n{"path": "a',
+    "8": '{"function": "Shell", "arguments": {"cmd": "l',
+    "10": 'Shell", "cmd": "l',
+    "11": '{"name": "WriteFile", "arguments": {"path": "m.go", "body": "import "fmt"\nx := []stri',
+    "13": '{"name": "Shell", "arguments": {"cmd": "say \\"hi\\" \\',
+    "13 unicode": '{"name": "Shell", "arguments": {"cmd": "\\u00e9\\u00',
+    "14": "<tool_name>Shell</tool_name>\n<parameter=cmd>l",
+    "17": "<function=Shell>\n<parameter=cmd>\nl",
+    "17 closer": "<function=Shell>\n<parameter=cmd>\nls\n</param",
+    "17 next": f"<function=Shell>\n{CMD}<parameter=no",
+    "17b": '{"name": "Shell",\n<parameter=cmd>\nl',
+}
+"""Calls that the model itself left off in the middle: none may run, whatever ends them."""
 
 CALL = '{"name": "Shell", "arguments": {"cmd": "ls"}}'
 XML = f"<function=Shell>\n{CMD}</function>"

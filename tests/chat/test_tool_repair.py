@@ -9,7 +9,7 @@ import pytest
 from q27app.chat.stream import DeltaParser
 from q27app.chat.tool_repair import DRIFTS, infer_tool
 from q27app.chat.types import ToolChoice
-from tests.chat.drifts import AT_END, CALL, CMD, DRIFTED, LS, READ, REFUSED, SHOWN, TOOLS, WRAPPED, XML
+from tests.chat.drifts import AT_END, CALL, CMD, DRIFTED, HALF, LS, READ, REFUSED, SHOWN, TOOLS, WRAPPED, XML
 from tests.chat.messages import make_tool
 from tests.chat.test_stream import parse
 
@@ -48,6 +48,23 @@ def test_a_wrapped_call_with_a_known_deviation_is_read_unless_it_is_incomplete(n
 @pytest.mark.parametrize("name", [name for name, row in DRIFTED.items() if row[3] == AT_END])
 def test_nothing_is_completed_after_a_limit(name):
     found, parser = both(f"Go.\n\n{DRIFTED[name][0]}", is_cut=True)
+    assert found == [("text", "Go.\n\n")] and parser.is_unfinished and len(parser.missed) == 1
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("name", HALF)
+def test_half_a_call_never_runs(name, is_cut):
+    forms = [HALF[name], f"<tool_call>\n{HALF[name]}"]
+    if name != "14":  # there a closer of what holds it ends a value
+        forms.append(f"<tool_call>\n{HALF[name]}\n</tool_call>")
+    for form in forms:
+        found, parser = both(f"Go.\n\n{form}", is_cut=is_cut)
+        assert not calls(found) and not parser.num_calls and (parser.missed or name in ("6", "10")), form
+
+
+@pytest.mark.parametrize("name", [name for name in HALF if name not in ("6", "10", "11")])
+def test_half_a_call_at_the_end_is_recorded_and_not_shown(name):
+    found, parser = both(f"Go.\n\n{HALF[name]}")
     assert found == [("text", "Go.\n\n")] and parser.is_unfinished and len(parser.missed) == 1
 
 
@@ -110,10 +127,11 @@ def test_bare_calls_count_for_the_cap_and_the_choice():
 def test_a_bare_call_cut_anywhere_runs_never_half():
     for text in (CALL, XML, DRIFTED["14"][0], DRIFTED["20"][0], DRIFTED["6"][0]):
         for cut in range(len(text)):
-            found, _ = both(f"Go.\n\n{text[:cut]}", is_cut=True)
-            assert all(call in (LS, READ) for call in calls(found))
-            if text in (CALL, XML):
-                assert not calls(found)
+            for is_cut in (True, False):
+                found, _ = both(f"Go.\n\n{text[:cut]}", is_cut=is_cut)
+                assert all(call in (LS, READ) for call in calls(found)), (text[:cut], is_cut)
+                if text in (CALL, XML) and is_cut:
+                    assert not calls(found)
 
 
 def test_prose_objects_are_shown_without_delay():
