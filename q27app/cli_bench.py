@@ -35,7 +35,7 @@ def demo_eval(model: str, backend: str | None, template: str | None, count: int 
     """
     from q27app.bench.demo_eval import load_cases, scores, table
     from q27app.chat.template import open_template
-    from q27app.cli_generate import open_tokenizer, start_engine
+    from q27app.cli_generate import start_engine, tokenizer_of
     from q27app.config import load_config
     from q27app.paths import resolve_model
     from q27app.weights.container import open_container
@@ -44,7 +44,7 @@ def demo_eval(model: str, backend: str | None, template: str | None, count: int 
     config = load_config({"model.path": model, "model.backend": backend, "model.template": template})
     if config.model.context == "auto":
         config = replace(config, model=replace(config.model, context=8192))
-    tokenizer = open_tokenizer(config.model.path)
+    tokenizer = tokenizer_of(config.model.path)
     with open_container(resolve_model(config.model.path)) as container:
         metadata = dict(container.metadata)
     engine = start_engine(config)

@@ -11,7 +11,6 @@ import queue
 import re
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,35 +40,12 @@ def parse_ids(text: str, where: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def open_tokenizer(model: str, override: str = "") -> Tokenizer:
-    """The tokenizer of a model (path, name or "demo": its own, else of a file beside it) or of a tokenizer.json, GGUF or .tok
-    file. Raises Q27Error if there is none.
-    """
-    from q27app.chat.tokenizer import Tokenizer
+def tokenizer_of(model: str, named: str = "") -> Tokenizer:
+    """The tokenizer of a model (path, name or "demo"), or the named file's. Raises Q27Error if there is none."""
+    from q27app.daemon.tokenizer_file import open_tokenizer
     from q27app.paths import resolve_model
 
-    path = Path(override).expanduser() if override else resolve_model(model)
-    beside = [path.with_suffix(".tok"), path.with_name(path.stem + ".tokenizer.json")]
-    try:
-        return Tokenizer.from_file(path, _read_metadata)
-    except ModelError:
-        found = next((candidate for candidate in beside if candidate.is_file()), None)
-        if found is None:
-            raise
-        return Tokenizer.from_file(found)
-
-
-def _read_metadata(path: Path) -> Mapping[str, Any]:
-    """Metadata of a .q27 or GGUF file."""
-    if path.suffix == ".gguf":
-        from q27app.weights.gguf_file import open_gguf
-
-        with open_gguf(path) as source:
-            return source.metadata
-    from q27app.weights.container import open_container
-
-    with open_container(path) as container:
-        return container.metadata
+    return open_tokenizer(Path() if named else resolve_model(model), named)
 
 
 @click.command()
@@ -144,7 +120,7 @@ def generate(model: str | None, prompt: str | None, token_text: str | None, max_
 def _tokenizer_if_any(config: Any, needed: bool) -> Tokenizer | None:
     """None only where ids alone will do and the model carries no tokenizer."""
     try:
-        return open_tokenizer(config.model.path, config.model.tokenizer)
+        return tokenizer_of(config.model.path, config.model.tokenizer)
     except ModelError:
         if needed:
             raise
@@ -329,4 +305,4 @@ def _tokens_tokenizer(model: str | None) -> Tokenizer:
     from q27app.config import load_config
 
     chosen = load_config({"model.path": model}).model
-    return open_tokenizer(chosen.path, "" if model else chosen.tokenizer)
+    return tokenizer_of(chosen.path, "" if model else chosen.tokenizer)

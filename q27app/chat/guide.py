@@ -36,6 +36,8 @@ MAX_PERIOD = 64
 MIN_REPEATS = 20
 LOOP_TOKENS = 512
 LOOP_TOKENS_IN_CALL = 4096
+MAX_UNREAD = 512
+"""Characters that wait for the parser while nothing can come of them."""
 CHECK_EVERY = 16
 """A loop is a period of at most MAX_PERIOD tokens, repeated MIN_REPEATS times and over LOOP_TOKENS tokens (a call may
 well write a file of equal lines). Looked for after every CHECK_EVERY-th token."""
@@ -78,6 +80,7 @@ class Guide:
         grammar: Grammar | None,
     ) -> None:
         self._parser = parser
+        self._unread = ""
         self._detokenizer = Detokenizer(tokenizer)
         self._encode = tokenizer.encode
         self._eos_ids = frozenset(eos_ids)
@@ -147,14 +150,22 @@ class Guide:
             self._grammar.advance((token,))
         text = self._detokenizer.push((token,))
         if text:
-            self._parser.feed(text)
+            self._read(text)
         if self._grammar is not None and reasons and self._parser.channel != "reasoning":
             rest = _after_closer(text)
             if rest.strip():
                 self._grammar.advance(self._encode(rest, control=True))
 
+    def _read(self, text: str) -> None:
+        """Shows the parser a text, at the latest when something can come of it."""
+        self._unread += text
+        if self._parser.may_turn_at(text) or len(self._unread) > MAX_UNREAD:
+            text, self._unread = self._unread, ""
+            self._parser.feed(text)
+
     def _close_reasoning(self, keep: int) -> Decision:
-        self._parser.feed(self._detokenizer.flush() + CLOSE_TEXT)
+        text, self._unread = self._unread, ""
+        self._parser.feed(text + self._detokenizer.flush() + CLOSE_TEXT)
         self._recent.clear()
         return Decision(keep, force=self._close_ids)
 

@@ -109,6 +109,11 @@ class Splitter:
     def _progress(self) -> tuple:
         return len(self._buffer), self.channel, len(self._pending), self._unit is None, self._takes_residue
 
+    @property
+    def turns_at_tags(self) -> bool:
+        """True if the channel can change only where a tag ends: no call is being read, none is held back."""
+        return self._unit is None and self.channel != "tool"
+
     def finish(self, is_cut: bool = False, how: str = "") -> list[Segment]:
         """Segments that the end of the generation completes. is_cut: the model had more to say. how: as what the end
         of a bare call counts, if not as that."""

@@ -69,6 +69,7 @@ class DeltaParser:
         self._max_calls = None if choice.parallel else 1
         self._splitter = Splitter(channel, self._tools) if dialect != "raw" else None
         self._stops = StopMatcher(stop)
+        self._has_stops = bool(stop)
         self._blank: str | None = "" if dialect != "raw" else None
         numbers = count(1)
         self._make_id = make_id or (lambda: f"call_{next(numbers)}")
@@ -80,6 +81,10 @@ class DeltaParser:
     def channel(self) -> str:
         """Where the next text belongs, as far as can be told."""
         return self._splitter.channel if self._splitter else "text"
+
+    def may_turn_at(self, text: str) -> bool:
+        """False if `text` can neither change the channel nor end the answer, whenever it is fed: what turns is a tag."""
+        return self._has_stops or ">" in text or (self._splitter is not None and not self._splitter.turns_at_tags)
 
     @property
     def stop_sequence(self) -> str | None:

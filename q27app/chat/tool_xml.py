@@ -30,10 +30,8 @@ _PARAMETER = re.compile(r"<parameter(?:[ \t]+name)?[ \t]*=[ \t]*([^<>\n]{0,256})
 _PROPER = re.compile(r"<function=[^<>\n\"'\s]+>")
 _PSEUDO_JSON = re.compile(r"""<name(?:>|=)\s*"?([^"<>,\n]{1,256})"?\s*,\s*"arguments"\s*:\s*(?=\{)""")
 _PSEUDO_START = re.compile(r"""<name(?:>|=)\s*"?[^"<>,\n]{0,256}"?\s*(?:,[^<>{]{0,64})?""")
-_TAG = re.compile(
-    r"<(?P<close>/)?(?P<word>tool_calls?|tools?|tool_name|function|parameter|name|result|output)"
-    r"(?:[ \t=][^<>\n]{0,256})?>|\n"
-)
+_WORDS = "tool_calls?|tools?|tool_name|function|parameter|name|result|output"
+_TAG = re.compile(rf"<(?P<close>/)?(?P<word>{_WORDS})(?:[ \t=][^<>\n]{{0,256}})?>|\n")
 _TAG_START = re.compile(r"</?[a-z_]{0,10}(?:[ \t=][^<>\n]{0,256})?")
 _CLOSERS = ("</function>", "</tool_call>")
 
@@ -300,12 +298,10 @@ class XmlUnit:
         self.end = end
         if self.phase == "after":
             self._end_value()
-            rest = source[self._value_after : end].strip()
+            rest, self.end = source[self._value_after : end].strip(), self._value_after
             is_closer = len(rest) > 1 and any(closer.startswith(rest) for closer in _CLOSERS)
-            self.is_half = bool(rest) and not is_closer and _TAG_START.fullmatch(rest) is not None
+            self.is_half = not is_closer and _TAG_START.fullmatch(rest) is not None
             self.is_malformed = self.is_malformed or self.is_half
-            self.end = self._value_after
-            return
         if self.phase != "value":
             return
         body = source[: self.function_end] if self.function_end >= 0 else source[:end]

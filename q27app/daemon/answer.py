@@ -64,15 +64,20 @@ class Translation:
 
     def feed(self, event: TokenEvent) -> list[Delta]:
         """The deltas that an event's tokens make."""
+        texts = [self._detokenizer.push((token,)) for token in event.tokens]
+        if not event.logprobs and not self._parser.may_turn_at(joined := "".join(texts)):
+            num_drawn = len(texts) - sum(event.forced)
+            self.num_generated += num_drawn
+            self.num_reasoning += num_drawn if self._parser.channel == "reasoning" else 0
+            return self._with_logprobs(self._parser.feed(joined)) if joined else []
         deltas: list[Delta] = []
-        for index, token in enumerate(event.tokens):
+        for index, text in enumerate(texts):
             is_forced = index < len(event.forced) and event.forced[index]
             channel = self._parser.channel
             self.num_generated += not is_forced
             self.num_reasoning += not is_forced and channel == "reasoning"
             if channel == "text" and index < len(event.logprobs):
                 self._logprobs.append(self._named(event.logprobs[index]))
-            text = self._detokenizer.push([token])
             if text:
                 deltas += self._with_logprobs(self._parser.feed(text))
         return deltas

@@ -233,11 +233,10 @@ async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncItera
         elif delta.kind == "ping":
             yield event("ping", {"type": "ping"})
         elif delta.kind == "finish":
-            yield blocks.end()
             usage = {**usage_of(delta.usage or Usage()), "reasoning_tokens": (delta.usage or Usage()).num_reasoning}
             reason = {"stop_reason": STOP_REASONS[delta.finish or "stop"], "stop_sequence": delta.stop_sequence}
-            yield event("message_delta", {"type": "message_delta", "delta": reason, "usage": usage})
-            yield event("message_stop", {"type": "message_stop"})
+            last = event("message_delta", {"type": "message_delta", "delta": reason, "usage": usage})
+            yield blocks.end() + last + event("message_stop", {"type": "message_stop"})
         else:
             chunk = blocks.feed(delta)
             if chunk:

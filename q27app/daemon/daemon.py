@@ -21,6 +21,7 @@ from aiohttp import web
 
 from q27app.daemon.capture import Capture
 from q27app.daemon.hub import Hub
+from q27app.daemon.inbox import Bell
 from q27app.daemon.machine import Machine
 from q27app.daemon.turns import Turns
 from q27app.errors import Overloaded
@@ -137,6 +138,13 @@ class Daemon:
         self._lock = threading.Lock()
         self.turns = Turns(self)
         self._constraints: tuple[int, Constraints] | None = None
+        self._bell: Bell | None = None
+
+    def bell(self) -> Bell:
+        """What tells the running loop that answers have arrived. On the loop."""
+        if self._bell is None:
+            self._bell = Bell()
+        return self._bell
 
     def constraints(self) -> Constraints:
         """The compiler of answer forms for the served vocabulary. Any thread; the first call takes about a second."""

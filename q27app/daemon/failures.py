@@ -134,9 +134,12 @@ def error_event(error: Q27Error, dialect: str) -> bytes:
     return b"event: error\ndata: " + data + b"\n\n" if dialect == "messages" else b"data: " + data + b"\n\n"
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
 def dump(value: Any) -> bytes:
     """Compact JSON in UTF-8; lone surrogates become U+FFFD."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    text = _ENCODER.encode(value)
     try:
         return text.encode()
     except UnicodeEncodeError:

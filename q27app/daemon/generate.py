@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from q27app.chat.types import ChatRequest, Delta, Usage
 from q27app.daemon.answer import merged
 from q27app.daemon.failures import Cancelled
-from q27app.daemon.inbox import Inbox
+from q27app.daemon.inbox import Inbox, joined
 from q27app.daemon.prepare import Choice, prepare
 from q27app.engine.request import FinishReason, TokenEvent
 from q27app.errors import Q27Error
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CROWD = 16
 PACE_S = 0.001
-"""With so many requests in flight, a stream gathers what comes within PACE_S for each of them before it is written:
+"""With so many requests in flight, a stream that has written waits PACE_S for each of them and then writes what has come:
 the loop makes about 1 / PACE_S writes a second, spread out, and whoever is new gets a first byte in time."""
 
 
@@ -44,7 +44,7 @@ async def open_generation(
     error that ends an answer.
     """
     choices = await prepare(daemon, chat, record)
-    inbox = Inbox(on_overflow=lambda: daemon.cancel(record))
+    inbox = Inbox(on_overflow=lambda: daemon.cancel(record), bell=daemon.bell())
     try:
         for choice in choices:
             daemon.engine.submit(choice.request, inbox.deliver)
@@ -63,10 +63,9 @@ async def _deltas(
     yield Delta("start", usage=Usage(num_prompt=record.num_prompt))
     spoke_at = time.monotonic()
     while not record.has_ended:
-        events = await inbox.take(spoke_at + interval - time.monotonic())
         if record.phase == "decode" and len(daemon.active) >= CROWD:
             await asyncio.sleep(len(daemon.active) * PACE_S * random.uniform(0.5, 1.5))
-            events += await inbox.take(0)
+        events = joined(await inbox.take(spoke_at + interval - time.monotonic()))
         if inbox.has_overflowed:
             raise Q27Error("the client reads too slowly: the answer is too far ahead of it.")
         deltas, failure = _translated_all(daemon, events, choices, record)
@@ -133,9 +132,10 @@ def _count(record: RequestRecord, choices: dict[str, Choice]) -> None:
     record.num_generated = sum(each.num_generated for each in made)
     record.num_reasoning = sum(each.num_reasoning for each in made)
     record.num_calls = sum(each.num_calls for each in made)
-    record.num_missed = sum(each.num_missed for each in made)
-    record.missed = [text for each in made for text in each.missed]
-    record.rescues = sum((each.rescues for each in made), Counter())
+    if any(each.missed or each.rescues for each in made):
+        record.num_missed = sum(each.num_missed for each in made)
+        record.missed = [text for each in made for text in each.missed]
+        record.rescues = sum((each.rescues for each in made), Counter())
 
 
 def _outcome(event: TokenEvent) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from q27app.errors import EXIT_ENGINE_DIED, EXIT_OK, AddressInUse, EngineDied, FileFormatError, Q27Error
+from q27app.errors import EXIT_ENGINE_DIED, EXIT_OK, AddressInUse, EngineDied, Q27Error
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -32,6 +33,8 @@ log = logging.getLogger("q27app.daemon")
 
 POLL_S = 0.5
 """How often the engine's state is looked at, for the supervisor and for failures."""
+SWITCH_S = 0.001
+"""Longest time that a computing thread keeps the interpreter from the loop."""
 CANCEL_GRACE_S = 2.0
 """Time that cancelled answers get to tell their clients."""
 
@@ -59,6 +62,14 @@ def serve(config: Config, announce: Announce | None = None) -> int:
     return asyncio.run(run(engine, tokenizer, template, config, announce, Notifier(notify_socket())))
 
 
+def calm() -> None:
+    """Keep the loop's pauses short, once everything is loaded: what lives as long as the process is not looked through for
+    garbage again (a tenth of a second each time), and a thread that computes hands the interpreter over soon."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+
+
 def _print_banner(address: str) -> None:
     print(f"q27app listens on {address}", file=sys.stderr, flush=True)
 
@@ -66,14 +77,13 @@ def _print_banner(address: str) -> None:
 def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
     """Engine (not started), tokenizer and template of the configured model. Raises Q27Error."""
     from q27app.chat.template import open_template
+    from q27app.daemon.tokenizer_file import open_tokenizer, read_metadata
     from q27app.engine.engine import Engine, EngineConfig
     from q27app.paths import resolve_model
-    from q27app.weights.container import open_container
 
     path = resolve_model(config.model.path)
-    with open_container(path) as container:
-        metadata = dict(container.metadata)
-    tokenizer = _open_tokenizer(config, path, metadata)
+    metadata = read_metadata(path)
+    tokenizer = open_tokenizer(path, config.model.tokenizer, metadata)
     template = open_template(metadata, tokenizer, config.model.template)
     model, server = config.model, config.server
     engine = Engine(
@@ -100,26 +110,6 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
 
 def _number(value: int | str) -> int | None:
     return None if value == "auto" else int(value)
-
-
-def _open_tokenizer(config: Config, path: Any, metadata: dict[str, Any]) -> Tokenizer:
-    """The configured file's, else the model's own, else that of a file beside the model."""
-    from pathlib import Path
-
-    from q27app.chat.tokenizer import Tokenizer
-
-    if config.model.tokenizer:
-        return Tokenizer.from_file(Path(config.model.tokenizer).expanduser())
-    if any(key.startswith(("tokenizer.huggingface", "tokenizer.ggml.tokens")) for key in metadata):
-        return Tokenizer.from_metadata(metadata)
-    beside = [path.with_suffix(".tok"), path.with_name(path.stem + ".tokenizer.json")]
-    found = next((candidate for candidate in beside if candidate.is_file()), None)
-    if found is None:
-        raise FileFormatError(
-            f"{path}: the model carries no tokenizer, and none lies beside it.",
-            f"Put {beside[0].name} or {beside[1].name} there, or set model.tokenizer.",
-        )
-    return Tokenizer.from_file(found)
 
 
 class Notifier:
@@ -253,6 +243,7 @@ async def _until_stopped(engine: Engine, stop: _Signals, notifier: Notifier) -> 
         if status.state == "ready" and not was_ready:
             was_ready = True
             log.info("ready: a context of %s tokens", engine.max_context)
+            calm()
             notifier.tell(READY="1", STATUS="ready")
         elif status.state == "loading":
             notifier.tell(STATUS=f"loading {status.load_progress:.0%}", EXTEND_TIMEOUT_USEC="60000000")

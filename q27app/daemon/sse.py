@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 WRITE_TIMEOUT_S = 120.0
+SMALL_BYTES = 16_384
+"""A chunk of at most so many bytes is taken at once where nothing waits before it."""
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -66,6 +68,10 @@ async def send(
 
 
 async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
+    transport = request.transport
+    if transport is not None and len(chunk) <= SMALL_BYTES and not transport.get_write_buffer_size():
+        await response.write(chunk)
+        return
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.write(chunk)

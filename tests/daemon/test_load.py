@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from q27app.daemon.serve import calm
+
 NUM_CLIENTS = 200
 NUM_SLOTS = 200
 MAX_QUEUE = 256
@@ -41,6 +43,7 @@ def is_busy() -> bool:
 async def test_many_clients_come_and_go_without_a_trace(start, ticking_engine, with_server, long_scale):
     limit = BUSY_LIMIT_S if is_busy() else FIRST_BYTE_LIMIT_S
     engine = ticking_engine("Words come one after the other, in time.", 1.0 / TOKENS_PER_S, NUM_SLOTS, MAX_QUEUE)
+    calm()
     running = await start(engine=engine, config=with_server(max_queue=MAX_QUEUE))
     tasks_before, files_before = len(asyncio.all_tasks()), open_files()
     duration = max(6.0, FULL_DURATION_S * long_scale)

@@ -181,7 +181,7 @@ async def test_a_reader_that_falls_too_far_behind_is_given_up():
 async def test_a_reader_that_is_given_up_is_cancelled_at_once_and_told(start, monkeypatch):
     from q27app.daemon import generate, inbox
 
-    monkeypatch.setattr(generate, "Inbox", lambda on_overflow: inbox.Inbox(100, on_overflow))
+    monkeypatch.setattr(generate, "Inbox", lambda on_overflow, bell: inbox.Inbox(100, on_overflow, bell))
     running = await start([LONG_TEXT, 60.0])
     text = await running.stream("/v1/chat/completions", {**MESSAGES, "max_tokens": 2000})
     assert "reads too slowly" in text and "[DONE]" not in text
