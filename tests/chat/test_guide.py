@@ -195,3 +195,20 @@ def test_a_token_costs_little(tokenizer):
         guide.advance((token,))
     assert time.process_time() - start < 100e-6 * len(tokens)
     assert len(guide._recent) <= 9_000
+
+
+@pytest.mark.parametrize("channel", ["text", "reasoning"])
+def test_the_channel_is_known_at_every_token_though_the_parser_is_shown_texts_late(qwen, channel):
+    from tests.chat.drifts import TOOLS
+    from tests.chat.test_parser_corpus import CORPUS
+
+    for text in [*CORPUS[::3], '{"name": "x <think> y", 1 then <think>more</think> done ' * 3]:
+        guide = make_guide(qwen, channel=channel, tools=TOOLS)
+        parser, detokenizer, num_reasoning = DeltaParser(TOOLS, None, channel), Detokenizer(qwen), 0
+        for token in qwen.encode(text, control=True):
+            if token in qwen.eos_ids:
+                break
+            num_reasoning += parser.channel == "reasoning"
+            guide.advance((token,))
+            parser.feed(detokenizer.push((token,)))
+            assert (guide.channel, guide.num_reasoning) == (parser.channel, num_reasoning), text

@@ -116,3 +116,25 @@ def test_depth_is_bounded_below_the_recursion_limit():
     assert fields.decode_body(b'{"a":' + b"[" * 254 + b"]" * 254 + b"}")
     with pytest.raises(BadRequest, match="256 levels"):
         fields.decode_body(b'{"a":' + b"[" * 256 + b"]" * 256 + b"}")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.booleans())
+def test_tokens_read_in_runs_give_what_single_ones_give(tokenizer, lengths, starts_reasoning):
+    from q27app.chat.stream import DeltaParser
+    from q27app.daemon.answer import Translation
+    from q27app.engine.request import FinishReason, TokenEvent
+
+    text = 'why {"a": 1}</think>\n\nso <b> {"name": "x <think>" 1} é <think>again</think>done'
+    tokens = tokenizer.encode(text, control=True)
+
+    def outcome(runs: list[int]) -> tuple:
+        translation = Translation(tokenizer, DeltaParser((), None, "reasoning" if starts_reasoning else "text"))
+        deltas, at = [], 0
+        for length in [*runs, len(tokens)]:
+            run, at = tuple(tokens[at : at + length]), at + length
+            deltas += translation.feed(TokenEvent("a", run, tuple(token % 5 == 0 for token in run)))
+        deltas += translation.finish(TokenEvent("a", finish=FinishReason.STOP), 1)
+        kinds = [(delta.kind, delta.text) for delta in merged(deltas)]
+        return kinds, translation.num_generated, translation.num_reasoning
+
+    assert outcome(lengths) == outcome([1] * len(tokens))

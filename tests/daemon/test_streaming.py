@@ -227,3 +227,29 @@ async def test_an_operator_can_end_a_request(start):
     await running.quiet()
     assert running.engine.cancels == [name]
     assert (await running.post("/admin/cancel/none_such", {}))[0] == 404
+
+
+async def test_one_step_for_many_requests_wakes_the_loop_once(monkeypatch):
+    from q27app.daemon.inbox import Bell, Inbox
+    from q27app.engine.request import TokenEvent
+
+    loop, rings = asyncio.get_running_loop(), []
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda call: (rings.append(1), loop.call_soon(call)))
+    bell = Bell()
+    inboxes = [Inbox(bell=bell) for _ in range(50)]
+    waiting = [asyncio.create_task(inbox.take(10.0)) for inbox in inboxes]
+    await asyncio.sleep(0)
+    for inbox in inboxes:
+        inbox.deliver(TokenEvent("a", tokens=(1,), forced=(False,)))
+    assert [len(events) for events in await asyncio.gather(*waiting)] == [1] * 50 and len(rings) == 1
+    assert await inboxes[0].take(0.01) == []
+
+
+def test_steps_are_joined_in_the_order_of_each_request():
+    from q27app.daemon.inbox import joined
+    from q27app.engine.request import FinishReason, TokenEvent
+
+    events = [TokenEvent("a", (1,), (False,)), TokenEvent("b", (7,)), TokenEvent("a", (2, 3), (False, True)),
+              TokenEvent("a", finish=FinishReason.STOP), TokenEvent("b", (8,), (True,))]
+    assert joined(events) == [TokenEvent("a", (1, 2, 3), (False, False, True)), TokenEvent("a", finish=FinishReason.STOP),
+                              TokenEvent("b", (7, 8), (False, True))]
