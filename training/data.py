@@ -1,7 +1,9 @@
 """Batches of training text from worker processes.
 
-A batch holds sequences of one length class, each a whole conversation from position 0, padded with <|endoftext|> of weight 0.
-Every worker makes whole batches on its own, from its own seed; classes come in shares of the tokens.
+A batch holds sequences of one length class, each a whole conversation from position 0.
+Every worker makes whole batches on its own, from its own seed; classes come in shares of the tokens. What a conversation leaves of
+its row holds random tokens in pieces that come again (`repeats`), and so do whole batches, most of them early in the run: what comes
+again can only be foretold by looking back for it, which is what copying and calling unknown tools need.
 """
 
 from __future__ import annotations
@@ -20,8 +22,39 @@ SHARES = {128: 14, 256: 20, 512: 30, 1024: 14, 2048: 6, 4096: 11, 8192: 5}
 """Length class -> its share of the steps, percent."""
 XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")
+REPEAT_WEIGHT = 0.25
+"""Of a token that was seen before in the same company."""
+REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.6, 0.04), (1.0, 0.0))
+"""(until this share of the run, share of the batches that are `repeats` alone)."""
+REPEAT_LENGTH = 2048
+"""The longest class whose rows are filled up."""
 WAITING = 3
 """Batches a worker may be ahead."""
+
+
+def repeats(rng: np.random.Generator, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, weights): pieces of random tokens, each of which comes several times in any order. A piece's first token and all of its
+    first time have weight 0."""
+    longest = int(rng.choice((3, 8, 24, 64)))
+    count = max(1, int(length / (longest * rng.uniform(1.5, 4))))
+    pieces = [rng.integers(0, vocabulary, rng.integers(2, longest + 1)) for _ in range(count)]
+    ids, weights, seen = [], [], set()
+    while sum(map(len, ids)) < length:
+        index = len(seen) if len(seen) < count and rng.random() < 0.5 else int(rng.integers(0, count))
+        piece = pieces[index]
+        weight = np.full(len(piece), REPEAT_WEIGHT if index in seen else 0.0, np.float32)
+        weight[0] = 0.0
+        seen.add(index)
+        ids.append(piece)
+        weights.append(weight)
+    return np.concatenate(ids)[:length], np.concatenate(weights)[:length]
+
+
+def repeat_batch(rng: random.Random, renderer: object, length: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, numbers = max(1, num_tokens // length), np.random.default_rng(rng.getrandbits(32))
+    vocabulary = min(renderer.tokenizer.control_ids.values())
+    made = [repeats(numbers, length, vocabulary) for _ in range(rows)]
+    return np.stack([ids for ids, _ in made]).astype(np.uint16), np.stack([weights for _, weights in made]).astype(np.float16)
 
 
 def make_batch(renderer: object, rng: random.Random, length: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,17 +64,21 @@ def make_batch(renderer: object, rng: random.Random, length: int, num_tokens: in
     rows = max(1, num_tokens // length)
     tokens = np.full((rows, length), renderer.tokenizer.control_ids["<|endoftext|>"], np.uint16)
     weights = np.zeros((rows, length), np.float16)
-    row = 0
+    row, numbers = 0, np.random.default_rng(rng.getrandbits(32))
+    vocabulary = min(renderer.tokenizer.control_ids.values())
     while row < rows:
         dialect = "xml" if rng.random() < XML_SHARE else "json"
         ids, weight = renderer.training(conversation(rng, length), dialect, rng.choice(EFFORTS))
         if len(ids) <= length:
             tokens[row, :len(ids)], weights[row, :len(ids)] = ids, weight
+            if len(ids) + 16 < length and length <= REPEAT_LENGTH:
+                rest = repeats(numbers, length - len(ids) - 1, vocabulary)
+                tokens[row, len(ids) + 1:], weights[row, len(ids) + 1:] = rest
             row += 1
     return tokens, weights
 
 
-def work(tokenizer_path: str, num_tokens: int, seed: int, out: object) -> None:
+def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: object) -> None:
     """A worker: batches into the queue until it is ended."""
     torch.set_num_threads(1)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -51,17 +88,24 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object) -> None:
     renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
     lengths, shares = list(SHARES), list(SHARES.values())
     while True:
-        out.put(make_batch(renderer, rng, rng.choices(lengths, shares)[0], num_tokens))
+        length = rng.choices(lengths, shares)[0]
+        alone = next(chance for until, chance in REPEAT_BATCHES if share.value <= until)
+        if length <= REPEAT_LENGTH and rng.random() < alone:
+            out.put(repeat_batch(rng, renderer, length, num_tokens))
+        else:
+            out.put(make_batch(renderer, rng, length, num_tokens))
 
 
 class BatchSource:
-    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them."""
+    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done."""
 
     def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int) -> None:
         context = get_context("spawn")
         self._queue = context.Queue(maxsize=WAITING * workers)
+        self.share = context.Value("d", 0.0, lock=False)
         self._workers = [
-            context.Process(target=work, args=(str(tokenizer_path), tokens_per_step, seed * 1000 + index, self._queue), daemon=True)
+            context.Process(target=work, daemon=True,
+                            args=(str(tokenizer_path), tokens_per_step, seed * 1000 + index, self._queue, self.share))
             for index in range(workers)]
         for worker in self._workers:
             worker.start()

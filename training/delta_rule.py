@@ -16,13 +16,14 @@ CHUNK = 64
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, inner: Callable | None = None
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, inner: Callable | None = None, on_card: bool = False
 ) -> Tensor:
     """S = e^g S; S += k (beta (v - k S)); o = q S, in chunks of 64.
 
     query, key, value [batch, time, heads, dim] float32, beta and decay (g <= 0) [batch, time, heads]. Within a chunk the
     corrected values solve a unit lower triangular system; between chunks the state is carried. Decays appear only as
-    exponentials of differences that are at most 0. inner: `within_chunks`, or a fused form of it.
+    exponentials of differences that are at most 0. inner: `within_chunks`, or a fused form of it. on_card: the state is carried by
+    `carry_kernel`; query, key and value may then be bfloat16.
     """
     batch, time, heads, dim = query.shape
     padding = -time % CHUNK
@@ -38,6 +39,14 @@ def delta_rule(
     inside = (inner or within_chunks)(query, key, value, beta, decay)
     state_key, new_value, scores, query, key, carry = inside
 
+    if on_card:
+        from carry_kernel import CarryOnCard
+
+        states, corrected = CarryOnCard.apply(state_key, new_value, key, carry, batch)
+        out = torch.baddbmm(query.flatten(0, 1) @ states.flatten(0, 1), scores.flatten(0, 1), corrected.flatten(0, 1))
+        out = out.view(batch, chunks, heads, CHUNK, dim).transpose(2, 3).reshape(batch, chunks * CHUNK, heads, dim)
+        return out[:, :time] if padding else out
+
     def by_chunk(x: Tensor) -> Tensor:
         return x.view(batch, chunks, heads, *x.shape[2:]).transpose(0, 1).reshape(chunks, batch * heads, *x.shape[2:])
 
@@ -50,18 +59,20 @@ def delta_rule(
 
 def within_chunks(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
     """What the chunks' inner equations give, for all chunks at once: (state key, new value, scores, decayed query, decayed
-    key, carry), each [chunks, heads, ...]."""
-    total = decay.cumsum(-1)
+    key, carry), each [chunks, heads, ...]. Products are of the type of query, key and value; gates and what is made of them
+    alone are float32 (or wider)."""
+    kind, total = query.dtype, decay.cumsum(-1)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
     ratio = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
     gram = (key @ key.transpose(-1, -2)) * ratio * beta[..., None]
-    inverse = InvertUnitLower.apply(gram.tril(-1))
+    inverse = InvertUnitLower.apply(gram.tril(-1)).to(kind)
     grown = total.exp()[..., None]
-    new_value = inverse @ (value * beta[..., None])
-    state_key = inverse @ (key * (beta[..., None] * grown))
-    scores = (query @ key.transpose(-1, -2)) * ratio
+    new_value = inverse @ (value * beta[..., None]).to(kind)
+    state_key = inverse @ (key * (beta[..., None] * grown)).to(kind)
+    scores = ((query @ key.transpose(-1, -2)) * ratio).to(kind)
     last = total[..., -1:]
-    return state_key, new_value, scores, query * grown, key * (last - total).exp()[..., None], last.exp()
+    decayed_key = (key * (last - total).exp()[..., None]).to(kind)
+    return state_key, new_value, scores, (query * grown).to(kind), decayed_key, last.exp()
 
 
 class InvertUnitLower(torch.autograd.Function):

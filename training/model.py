@@ -316,6 +316,7 @@ class Network(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.parts = dict(PARTS)
+        self.delta_type = torch.float32
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -347,8 +348,9 @@ class Network(nn.Module):
             else:
                 *inputs, z = self.parts["delta_before"](layer, x, positions)
                 with torch.autocast(x.device.type, enabled=False):
-                    out = delta_rule(*(part.float().unflatten(0, (batch, time)) for part in inputs),
-                                     inner=self.parts["within_chunks"])
+                    kinds = (self.delta_type,) * 3 + (torch.float32,) * 2
+                    out = delta_rule(*(part.to(kind).unflatten(0, (batch, time)) for part, kind in zip(inputs, kinds, strict=True)),
+                                     inner=self.parts["within_chunks"], on_card=self.delta_type is torch.bfloat16)
                 x = self.parts["delta_after"](layer, x, out.flatten(0, 1), z)
         return self.model.norm(x).view(batch, time, -1)
 

@@ -42,6 +42,8 @@ DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
 DRAFT_EVERY = 2
 """Until DECAY_FROM drafts are trained on every second step, then on every one."""
+DRAFT_PART = 2
+"""Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
 SAVE_EVERY_S = 120
 
@@ -64,6 +66,9 @@ def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, dep
     """[main, draft depth 1, ... depths] for tokens and their weights [batch, time]."""
     hidden, found, pairs = network.hidden(tokens), [], []
     for depth in range(depths + 1):
+        if depth == 1:
+            kept = max(1, len(tokens) // DRAFT_PART)
+            hidden, tokens, weights = hidden[:kept], tokens[:kept], weights[:kept]
         if depth:
             hidden = network.draft(hidden, ahead(tokens, depth), depth, pairs)
         weight = ahead(weights, depth + 1).flatten()
@@ -101,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print where the card's time goes in a few early steps")
     parser.add_argument("--compile", action="store_true", help="fuse the parts of the network; a minute at the start")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="held-out examples of each set at the end")
+    parser.add_argument("--exact", action="store_true", help="the delta rule in float32 on a GPU too")
     parser.add_argument("--small", action="store_true", help="a tiny network, to try the script on a CPU")
     return parser.parse_args()
 
@@ -117,6 +123,8 @@ class Run:
         self.checkpoint = options.out / "last.pt"
         small = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256} if options.small else {}
         self.network = Network(Config(**small)).to(self.device)
+        if self.device == "cuda" and not options.exact:
+            self.network.delta_type = torch.bfloat16
         self.optimizers = make_optimizers(self.network, MATRIX_LR, OTHER_LR)
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.rounding = Rounding(self.network)
@@ -177,7 +185,7 @@ class Run:
                 share = self.used / (60 * options.minutes)
                 if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after:
                     break
-                before = time.monotonic()
+                before, source.share.value = time.monotonic(), min(share, 1.0)
                 if options.profile and self.step - first_step == 40:
                     self._profile(source, share)
                 tokens, weights = (part.to(self.device, non_blocking=True) for part in source.next())

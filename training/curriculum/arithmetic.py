@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
-from curriculum.example import NEW, Example, ask, choose, draw
+from curriculum.example import NEW, TRAIN, Example, ask, choose, draw
 from curriculum.phrases import noisy
 from curriculum.pools import person, thing
+from curriculum.random_words import any_word, words
+from curriculum.stories import plain_question, story_question
 
+MADE_SHARE = 0.6
+"""Of the training questions: put together by `stories`."""
 SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 PLAIN = (
     "What is {a} {s} {b}?", "{a} {s} {b} =", "What is {a} {w} {b}?", "Compute {a} {s} {b}.", "How much is {a} {s} {b}?",
@@ -85,14 +89,15 @@ def arithmetic(rng: random.Random, split: str) -> Example:
     sign = rng.choice("++--*" if thinks else "++++----*")
     a, b = _numbers(rng, sign, split, easy=not thinks)
     value = _value(a, sign, b)
-    if rng.random() < 0.7:
+    answer = f"{a} {sign} {b} = {value}."
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        question = (plain_question if rng.random() < 0.5 else story_question)(rng, a, sign, b)
+    elif rng.random() < 0.7:
         spelled = "x" if sign == "*" and rng.random() < 0.4 else sign
         question = noisy(rng, split, choose(rng, split, PLAIN, NEW_PLAIN)).format(a=a, b=b, s=spelled, w=SIGNS[sign])
-        answer = f"{a} {sign} {b} = {value}."
     else:
         stories = (NEW_STORY if split == NEW else STORY)[sign]
         question = rng.choice(stories).format(a=a, b=b, p=person(rng, split), t=thing(rng, split))
-        answer = f"{a} {sign} {b} = {value}."
     steps = ask(question, answer, _work(a, sign, b) if thinks else None)
     return Example("arithmetic", steps, {"kind": "number", "value": value}, thinking=thinks)
 
@@ -104,6 +109,19 @@ FOLLOW = {"+": ("Now add {b} to that.", "And plus {b}?", "Add {b}.", "Make it {b
                 "Let it shrink by {b}.", "Remove another {b}.", "How much with {b} less?", "Decrease it by {b}.", "Reduce it by {b}.", "Minus {b}.", "Now {b} less.",
                 "Lower that by {b}.")}
 NEW_FOLLOW = {"+": ("Increase the result by {b}.",), "-": ("Reduce the result by {b}.",)}
+
+
+UP = ("add", "plus", "more", "raise", "extra", "increased", "higher", "grow", "on top", "+")
+DOWN = ("subtract", "minus", "less", "lower", "off", "reduced", "fewer", "shrink", "taken away", "-")
+
+
+def _made_follow(rng: random.Random, sign: str, b: int) -> str:
+    """What happens to the result, in a word or two among others."""
+    cue, other = rng.choice(UP if sign == "+" else DOWN), any_word(rng)
+    text = rng.choice((f"{cue} {b}", f"{b} {cue}", f"{other} {cue} {b}", f"{other} {b} {cue}", f"{words(rng, 1, 4)} {cue} {words(rng, 0, 2)} {b}",
+                       f"{cue} the result by {b}" if cue in ("raise", "lower") else f"the result {cue} {b}", f"that {cue} {b}", f"{cue} {other} {b} {words(rng, 1, 3)}"))
+    text = text.replace("  ", " ") + rng.choice((".", "?", "", "!", " please.", " then?"))
+    return text[0].upper() + text[1:]
 
 
 def follow_up(rng: random.Random, split: str) -> Example:
@@ -120,5 +138,7 @@ def follow_up(rng: random.Random, split: str) -> Example:
     value = _value(middle, second, c)
     question = choose(rng, split, PLAIN, NEW_PLAIN).format(a=a, b=b, s=first, w=SIGNS[first])
     more = rng.choice((NEW_FOLLOW if split == NEW else FOLLOW)[second]).format(b=c)
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        question, more = plain_question(rng, a, first, b), _made_follow(rng, second, c)
     steps = (*ask(question, f"{a} {first} {b} = {middle}."), *ask(more, f"{middle} {second} {c} = {value}."))
     return Example("multi_turn", steps, {"kind": "number", "value": value})

@@ -7,7 +7,10 @@ import random
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
 from curriculum.phrases import copy_request, noisy
 from curriculum.pools import code, excerpt, sentence, thing, word
+from curriculum.random_tasks import random_copying, random_editing
 
+MADE_SHARE = 0.65
+"""Of the training examples: made by `random_tasks`."""
 COPY = (
     "Repeat this exactly:\n{x}", "Copy this text:\n{x}", "Write this again, without changes:\n{x}", "Repeat after me: {x}",
     "Say exactly this: {x}", "Copy the following exactly.\n\n{x}", "Please repeat the following text word for word:\n\n{x}",
@@ -76,6 +79,8 @@ def _belonging(rng: random.Random, split: str) -> str:
 
 
 def copying(rng: random.Random, split: str) -> Example:
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        return random_copying(rng)
     text = _belonging(rng, split)
     if split == TRAIN and rng.random() < 0.6:
         question = copy_request(rng, text)
@@ -85,6 +90,8 @@ def copying(rng: random.Random, split: str) -> Example:
 
 
 def editing(rng: random.Random, split: str) -> Example:
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        return random_editing(rng)
     text = small_code(rng, split) if rng.random() < 0.5 else " ".join(word(rng, split) for _ in range(rng.randint(5, 14)))
     pieces = [piece for piece in text.replace("(", " ").replace(")", " ").replace(".", " ").replace(":", " ").split() if piece.isalpha()]
     old, new = rng.choice(pieces), word(rng, split)

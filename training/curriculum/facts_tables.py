@@ -75,10 +75,14 @@ def _command(name: str, does: str, goals: tuple[str, ...]) -> list[Fact]:
     key = does.split(",")[0]
     first = (answer, (key,), (
         f"What does q27app {name} do?", f"What is q27app {name}?", f"Explain q27app {name}.", f"What is the command {name} for?",
+        f"What happens when I run q27app {name}?", f"Why would I run q27app {name}?", f"The purpose of q27app {name}?", f"q27app {name}: what for?",
+        f"What can I do with q27app {name}?", f"Someone told me to run q27app {name}. What will it do?", f"I do not know the command {name}.",
         f"q27app {name}?", f"What does the command {name} do?", f"When do I use q27app {name}?", f"Tell me about q27app {name}."),
         (f"Please describe the command q27app {name}.", f"I see a command called {name}. What is it for?"))
     asked = tuple(form.format(g=goal) for goal in goals for form in (
-        "Which command do I use to {g}?", "How do I {g}?", "What is the command to {g}?", "I want to {g}.", "How can I {g}?"))
+        "Which command do I use to {g}?", "How do I {g}?", "What is the command to {g}?", "I want to {g}.", "How can I {g}?",
+        "Is there a command to {g}?", "I would like to {g}.", "Show me how to {g}.", "Which command lets me {g}?", "To {g}, which command?", "The command to {g}?",
+        "My goal is to {g}.", "With what do I {g}?", "I am trying to {g}.", "What do I run to {g}?", "How does one {g}?", "I have to {g}. How?"))
     new = tuple(form.format(g=goal) for goal in goals for form in ("Name the command with which I {g}.", "What should I type to {g}?"))
     return [first, (f"Use q27app {name}.", (f"q27app {name}",), asked, new)]
 
@@ -90,16 +94,22 @@ def _setting(key: str, meaning: str) -> list[Fact]:
     return [
         (f"{key} is {meaning}.", (meaning,), (
             f"What is {key}?", f"What does {key} mean?", f"What is the setting {key} for?", f"Explain {key}.", f"What does {key} set?",
-            f"Tell me about the setting {key}."), (f"Please describe the setting {key}.", f"In config.toml I see {key}. What is it?")),
+            f"Tell me about the setting {key}.", f"What is the purpose of {key}?", f"What does the setting {key} control?", f"Why is there {key}?",
+            f"I do not understand {key}.", f"{key}?", f"Meaning of {key}?", f"What do I change with {key}?", f"What is {key} good for?"), (f"Please describe the setting {key}.", f"In config.toml I see {key}. What is it?")),
         (f"The default of {key} is {value}.", (f"is {value}",), (
             f"What is the default of {key}?", f"Which default does {key} have?", f"What value does {key} have by default?",
-            f"Default of {key}?", f"Tell me the default value of {key}."),
+            f"Default of {key}?", f"Tell me the default value of {key}.", f"What is {key} when nothing is configured?", f"Which value does {key} start with?",
+            f"The standard value of {key}?", f"Without configuration, what does {key} hold?", f"{key}: default?", f"What is {key} set to at first?",
+            f"What does q27app take for {key} when I leave it out?", f"Preset of {key}?", f"I have not touched {key}. What is its value?"),
             (f"If I do not set {key}, which value is used?", f"By default, what is {key}?")),
         (f"{meaning[0].upper()}{meaning[1:]} is set by {key}.", (key,), (
             f"Which setting sets {meaning}?", f"Which key of config.toml is {meaning}?", f"How do I set {meaning}?",
-            f"Where do I configure {meaning}?"), (f"What is the name of the setting for {meaning}?", f"I need to change {meaning}. How?")),
+            f"Where do I configure {meaning}?", f"How do I change {meaning}?", f"Which setting is for {meaning}?", f"What do I set for {meaning}?",
+            f"I want to set {meaning}.", f"Setting for {meaning}?", f"With which key can I choose {meaning}?", f"What is {meaning} called in config.toml?"), (f"What is the name of the setting for {meaning}?", f"I need to change {meaning}. How?")),
         (f"The variable is {variable}.", (variable,), (
-            f"Which environment variable sets {key}?", f"What is the environment variable for {key}?", f"How do I set {key} in the environment?"),
+            f"Which environment variable sets {key}?", f"What is the environment variable for {key}?", f"How do I set {key} in the environment?",
+            f"Environment variable for {key}?", f"Which variable is for {key}?", f"{key} as an environment variable?", f"What do I export to set {key}?",
+            f"The variable of {key}?", f"Give the environment variable that stands for {key}."),
             (f"Name the environment variable of {key}.",)),
     ]
 
@@ -108,10 +118,14 @@ def _exit_code(code: int, meaning: str, when: str) -> list[Fact]:
     return [
         (f"Exit code {code} means {meaning}.", (meaning.removeprefix("that "),), (
             f"What does exit code {code} mean?", f"What is exit code {code}?", f"q27app ended with exit code {code}. Why?",
-            f"Explain exit code {code}.", f"The exit code is {code}. What does that mean?", f"Exit code {code}?"),
+            f"Explain exit code {code}.", f"The exit code is {code}. What does that mean?", f"Exit code {code}?",
+            f"Why do I see exit code {code}?", f"It stopped with exit code {code}.", f"Exit status {code}, what now?", f"What is the reason for exit code {code}?",
+            f"A command returned {code}. Why?", f"Which problem has exit code {code}?", f"q27app exits with {code}. What is the matter?"),
             (f"Tell me the meaning of exit code {code}.", f"My script got exit code {code} from q27app. What happened?")),
         (f"The exit code is {code}.", (f"is {code}.",), (
-            f"What is the exit code if {when}?", f"Which exit code means that {when}?", f"Which exit code does q27app have when {when}?"),
+            f"What is the exit code if {when}?", f"Which exit code means that {when}?", f"Which exit code does q27app have when {when}?",
+            f"With which code does q27app exit if {when}?", f"When {when}, what is the exit code?", f"If {when}, which code is returned?", f"Exit code for: {when}",
+            f"What number do I see when {when}?", f"The exit code when {when}?"),
             (f"Suppose {when}: which exit code do I get?",)),
     ]
 
@@ -119,9 +133,13 @@ def _exit_code(code: int, meaning: str, when: str) -> list[Fact]:
 def _flag(flag: str, does: str, goal: str) -> list[Fact]:
     return [
         (f"{flag} {does}.", (does.split(":")[0],), (
-            f"What does {flag} do?", f"What is the flag {flag} for?", f"Explain {flag}.", f"What does the option {flag} mean?"),
+            f"What does {flag} do?", f"What is the flag {flag} for?", f"Explain {flag}.", f"What does the option {flag} mean?",
+            f"{flag}?", f"Why would I use {flag}?", f"What is {flag} good for?", f"What changes with the flag {flag}?", f"Meaning of {flag}?",
+            f"Tell me about {flag}.", f"When do I need {flag}?", f"I saw {flag} in a command. What is it?"),
             (f"Please describe the option {flag}.", f"What happens with {flag}?")),
-        (f"Use {flag}.", (flag,), (f"Which flag do I use to {goal}?", f"Which option lets me {goal}?", f"With which flag do I {goal}?"),
+        (f"Use {flag}.", (flag,), (f"Which flag do I use to {goal}?", f"Which option lets me {goal}?", f"With which flag do I {goal}?",
+            f"What flag is there to {goal}?", f"How do I {goal} on the command line?", f"I want to {goal}. Which option?", f"Flag to {goal}?",
+            f"Which argument is used to {goal}?", f"Can a flag {goal}?", f"On the command line, how can I {goal}?"),
             (f"Is there an option to {goal}?",)),
     ]
 

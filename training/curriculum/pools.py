@@ -58,7 +58,7 @@ ribbon saddle temple velvet walnut yonder zipper""".split()
 PLACES = "the harbor|the station|the market|the library|the old mill|the garden|the bridge|the museum|the school|the bakery".split("|")
 RESERVED = frozenset("""polish forward calibrate inspect summon freeze redeem harvest beacon greenhouse voucher orchard turbine passport
 pipeline altitude nickname humidity quota destination brightness deadline region locker badge ticket phrase restaurant station guests
-buffer weight cursor offset""".split())
+buffer weight cursor offset being""".split())
 """Words of the new split's tools and keys."""
 REPO = Path(__file__).resolve().parents[2]
 
@@ -98,6 +98,13 @@ def word(rng: random.Random, split: str) -> str:
 
 
 @cache
+def reserved_words() -> frozenset[str]:
+    """Every word of the split "new"."""
+    lists = (NEW_PEOPLE, NEW_SURNAMES, NEW_CITIES, NEW_THINGS, NEW_COLORS, NEW_ANIMALS, NEW_FRUITS, NEW_WORDS)
+    return frozenset(entry.lower() for entries in lists for entry in entries) | RESERVED
+
+
+@cache
 def real_words() -> tuple[str, ...]:
     """Some thousands of English words, from Python's language reference and this repository; none of the new split's."""
     try:
@@ -105,9 +112,7 @@ def real_words() -> tuple[str, ...]:
     except ImportError:
         topics = {}
     text = " ".join([*topics.values(), *repository_lines()]).lower()
-    lists = (NEW_PEOPLE, NEW_SURNAMES, NEW_CITIES, NEW_THINGS, NEW_COLORS, NEW_ANIMALS, NEW_FRUITS, NEW_WORDS)
-    new = {entry.lower() for entries in lists for entry in entries} | RESERVED
-    return tuple(sorted(set(re.findall(r"[a-z]{3,12}", text)) - new))
+    return tuple(sorted(set(re.findall(r"[a-z]{3,12}", text)) - reserved_words()))
 
 
 def invented(rng: random.Random) -> str:

@@ -7,7 +7,10 @@ import random
 from curriculum.example import NEW, TRAIN, Example, Step, choose, draw
 from curriculum.phrases import noisy, recall_question
 from curriculum.pools import ANIMALS, COLORS, NEW_ANIMALS, NEW_COLORS, THINGS, NEW_THINGS, code, city, excerpt, full_name, invented, sentence, word
+from curriculum.random_tasks import random_recall, short_recall
 
+MADE_SHARE = 0.65
+"""Of the training examples: made by `random_tasks`."""
 STATE = (
     "The {k} of {o} is {v}.", "Remember: the {k} of {o} is {v}.", "{o}: {k} {v}.", "Note that {o} has the {k} {v}.",
     "The {k} for {o} is {v}.", "For {o}, the {k} is {v}.", "{v} is the {k} of {o}.", "We gave {o} the {k} {v}.", "{k} of {o}: {v}.",
@@ -85,6 +88,8 @@ def _filler(rng: random.Random, num_chars: int) -> list[str]:
 
 def make_recall(rng: random.Random, split: str, num_chars: int, num_facts: int, num_questions: int) -> Example:
     """A text of about `num_chars` characters with facts at random places, then questions in turns."""
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        return random_recall(rng, num_chars, num_facts, num_questions)
     facts = _facts(rng, split, num_facts)
     lines = _filler(rng, num_chars)
     shape = choose(rng, split, STATE, NEW_STATE)
@@ -109,4 +114,6 @@ def make_recall(rng: random.Random, split: str, num_chars: int, num_facts: int, 
 
 def recall(rng: random.Random, split: str) -> Example:
     """A short one."""
+    if split == TRAIN and rng.random() < MADE_SHARE:
+        return short_recall(rng)
     return make_recall(rng, split, rng.choice((0, 100, 300, 600)), rng.randint(1, 5), 1)

@@ -10,6 +10,7 @@ from typing import Any
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
 from curriculum.phrases import extract_request, noisy, summary_request
 from curriculum.pools import COLORS, DAYS, FRUITS, MONTHS, NEW_COLORS, NEW_FRUITS, city, code, full_name, invented, person, sentence, thing, word
+from curriculum.random_tasks import random_extraction
 
 Record = Mapping[str, Any]
 KEYS = """name id title size color status kind owner date day hour count level mode path note reason start end width height weight
@@ -139,6 +140,8 @@ def _any_record(rng: random.Random) -> Record:
 
 def extraction(rng: random.Random, split: str) -> Example:
     """A sentence and the keys to find; the answer is a JSON object with these keys in this order."""
+    if split == TRAIN and rng.random() < 0.5:
+        return random_extraction(rng)
     if split == TRAIN and rng.random() < 0.4:
         record = _any_record(rng) if rng.random() < 0.7 else _record(rng, split)[1]
         return _extract(rng, split, record, _told(rng, record))

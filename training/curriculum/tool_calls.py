@@ -10,10 +10,17 @@ from typing import Any
 from curriculum.example import NEW, TRAIN, Example, Step, choose
 from curriculum.phrases import noisy
 from curriculum.pools import invented, sentence
+from curriculum.random_tools import RandomTool, chosen_arguments, identifier_like, others, random_result, random_tool
+from curriculum.random_tools import request as random_request
+from curriculum.random_words import any_word, said_sentence, short_value, words
 from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
 )
 
+RANDOM_SHARE = 0.7
+"""Of the training examples: tools and requests of `random_tools`."""
+COUNTS = (0, 1, 2, 3, 4, 6)
+"""How many other tools may be declared."""
 MADE_ASK = (
     "{V} the {n} with {p}.", "Please {v} the {n}: {p}.", "{V} a {n}, {p}.", "Can you {v} the {n} with {p}?", "I want to {v} the {n}. {P}.",
     "Use {t} with {p}.", "Call {t}: {p}.", "{v} {n} ({p})", "Could you {v} a {n} for me? {P}.", "{V} this {n}; {p}.", "Let us {v} the {n}. {P}.",
@@ -80,9 +87,11 @@ def _implied(rng: random.Random, values: list[str]) -> str:
     return text
 
 
-def _others(rng: random.Random, split: str, count: int, taken: set[str]) -> list[Declaration]:
+def _others(rng: random.Random, split: str, count: int, taken: set[str], like: RandomTool | None = None) -> list[Declaration]:
     """More tools, none of which does the same."""
     found: list[Declaration] = []
+    if split == TRAIN:
+        found = others(rng, sum(rng.random() < RANDOM_SHARE for _ in range(count)), taken, like)
     while len(found) < count:
         if rng.random() < 0.5:
             tool = rng.choice(NEW_WRITTEN if split == NEW and rng.random() < 0.5 else WRITTEN)
@@ -97,20 +106,33 @@ def _others(rng: random.Random, split: str, count: int, taken: set[str]) -> list
     return found
 
 
+def _random(rng: random.Random, tool: RandomTool, is_alone: bool) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+    given = chosen_arguments(rng, tool)
+    return tool.declaration, random_request(rng, tool, given, is_alone), {param.name: value for param, value in given}, *random_result(rng)
+
+
 def _choice(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+    if split == TRAIN and rng.random() < RANDOM_SHARE:
+        return _random(rng, random_tool(rng), False)
     return _written(rng, split) if rng.random() < 0.45 else _made(rng, split)
 
 
 def tool_call(rng: random.Random, split: str) -> Example:
     """One or several tools, a request, the call; half of the time also the result and the answer from it."""
-    declaration, request, arguments, result, says = _choice(rng, split)
+    if split == TRAIN and rng.random() < RANDOM_SHARE:
+        tool, count = random_tool(rng), rng.choice((0, *COUNTS))
+        made, more = _random(rng, tool, count == 0), _others(rng, split, count, {tool.name}, tool)
+    else:
+        made = _choice(rng, split)
+        more = _others(rng, split, rng.choice(COUNTS), {made[0]["function"]["name"]})
+    declaration, request, arguments, result, says = made
     name = declaration["function"]["name"]
-    tools = [declaration, *_others(rng, split, rng.choice((0, 1, 2, 3, 4, 6)), {name})]
+    tools = [declaration, *more]
     rng.shuffle(tools)
     call = {"name": name, "arguments": arguments}
     thinks = rng.random() < 0.25
     reasoning = f"I need {name} for this." if thinks else None
-    steps = [Step("user", request), Step("assistant", rng.choice(PREFACE) if split == "train" else "", reasoning, (call,))]
+    steps = [Step("user", request), Step("assistant", rng.choice(PREFACE) if split == TRAIN and rng.random() < 0.1 else "", reasoning, (call,))]
     check: Mapping[str, Any] = {"kind": "calls", "calls": [call]}
     task = "tool_calls"
     if rng.random() < (0.5 if split == "train" else 0.25):
@@ -143,8 +165,33 @@ ORDER = ("Use the tool {t}.", "Call {t} with {p}.", "Please call the {t} tool.",
 NEW_ORDER = ("Your next step is {t}. Do it.", "Invoke {t} for me, with {p}.")
 
 
+def _random_refusal(rng: random.Random) -> Example:
+    """A request that names a tool by its name, which is not among those declared."""
+    tool = random_tool(rng)
+    name = tool.name if rng.random() < 0.7 else identifier_like(rng)
+    tools = _others(rng, TRAIN, rng.choice((0, 0, 1, 1, 2, 3, 4)), {name}, tool)
+    told = rng.choice(("", "", f"{any_word(rng)} {short_value(rng)}", short_value(rng), f"{any_word(rng)}: {short_value(rng)}"))
+    asked = rng.choice(ORDER) if rng.random() < 0.3 else rng.choice(ORDERED)
+    if "{p}" not in asked and told and rng.random() < 0.5:
+        asked = asked.rstrip(".!?") + rng.choice((" with {p}.", ": {p}", ", {p}", " ({p})."))
+    while "{w}" in asked:
+        asked = asked.replace("{w}", any_word(rng) if rng.random() < 0.7 else words(rng, 1, 4), 1)
+    asked = asked.format(t=name, p=told or any_word(rng))
+    if rng.random() < 0.1:
+        asked = f"{said_sentence(rng)} {asked}"
+    answer = f"There is no tool named {name} here, so I cannot call it."
+    return Example("refusals", (Step("user", asked[0].upper() + asked[1:] if not asked.startswith(name) else asked), Step("assistant", answer)),
+                   {"kind": "contains", "values": ["no tool", name]}, tools=tuple(tools), alone=bool(tools))
+
+
+ORDERED = ("Use {t}.", "Call {t}.", "Run {t}.", "{w} {t}.", "{w} the tool {t}.", "{w} {t} with {p}.", "{w} {w} {t}: {p}", "Please {w} {t}, {w} {p}.", "{t} {w} {p}.",
+           "The {w} {w} {t}.", "I {w} {t} {w}.", "Let {t} {w}.", "With {t}, {w} {p}.", "{w} {w} {w} {t}.", "Can you {w} {t}?", "{w}: {t}", "Now {w} {t} {w} {p}.")
+
+
 def refusal(rng: random.Random, split: str) -> Example:
     """The request names a tool that is not declared, with others declared or none at all."""
+    if split == TRAIN and rng.random() < RANDOM_SHARE:
+        return _random_refusal(rng)
     missing, request, *_ = _choice(rng, split)
     name = missing["function"]["name"]
     is_named = name in request and split != NEW
@@ -168,6 +215,6 @@ def long_tools(rng: random.Random, split: str, count: int) -> tuple[Declaration,
     """Many declarations with long descriptions, as agents send them."""
     found = []
     for entry in _others(rng, split, count, set()):
-        function = entry["function"] | {"description": " ".join(sentence(rng) for _ in range(rng.randint(1, 5)))}
+        function = entry["function"] | {"description": " ".join(rng.choice((sentence, said_sentence))(rng) for _ in range(rng.randint(1, 5)))}
         found.append({"type": "function", "function": function})
     return tuple(found)

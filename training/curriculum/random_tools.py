@@ -1,0 +1,251 @@
+"""Tools made at random: names, descriptions and schemas in every shape, and requests that call them; train only.
+
+A request says its values in one of three ways: with the tool's name, with words of it, or as a person would, with values alone.
+Then a value belongs to the parameter whose type fits it, in the order of `required`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from curriculum.pools import DAYS, MONTHS
+from curriculum.random_words import (
+    any_id, any_name, any_record, any_word, digits, identifier, inflected, said_sentence, short_value, words,
+)
+from curriculum.tool_pool import NOUNS, PARAMS, VERBS, Declaration
+
+
+@dataclass(frozen=True)
+class Param:
+    """kind: string, integer, number, boolean, enum, strings, integers or object."""
+
+    name: str
+    kind: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RandomTool:
+    """A declaration with the words that its name is made of. required: how many of the params must be given."""
+
+    declaration: Declaration
+    verb: str
+    noun: str
+    params: tuple[Param, ...]
+    required: int
+
+    @property
+    def name(self) -> str:
+        return self.declaration["function"]["name"]
+
+
+KINDS = ("string",) * 10 + ("integer",) * 5 + ("number", "boolean", "boolean", "enum", "enum", "strings", "integers", "object")
+
+
+def _param(rng: random.Random) -> Param:
+    kind = rng.choice(KINDS)
+    if rng.random() < 0.35:
+        name = rng.choice(PARAMS)
+    else:
+        name = identifier(rng, [any_word(rng) for _ in range(rng.choice((1, 1, 1, 2)))]).replace(".", "_")
+    schema: dict[str, Any] = {"type": {"enum": "string", "strings": "array", "integers": "array"}.get(kind, kind)}
+    if kind == "enum":
+        schema["enum"] = [any_word(rng) for _ in range(rng.randint(2, 5))]
+    if kind in ("strings", "integers"):
+        schema["items"] = {"type": "string" if kind == "strings" else "integer"}
+    if rng.random() < 0.3:
+        schema["description"] = rng.choice((words(rng, 1, 6), f"The {name.replace('_', ' ')}", f"{any_name(rng)} of the {any_word(rng)}"))
+    if kind == "integer" and rng.random() < 0.1:
+        schema["minimum"] = rng.randint(0, 3)
+    return Param(name, kind, schema)
+
+
+def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomTool:
+    """A tool; `like`: one that shares a word with it."""
+    verb = rng.choice(VERBS) if rng.random() < 0.4 else any_word(rng)
+    noun = rng.choice(NOUNS) if rng.random() < 0.3 else any_word(rng)
+    if like is not None:
+        verb, noun = rng.choice(((like.verb, noun), (verb, like.noun)))
+    shape = rng.random()
+    parts = [verb, noun] if shape < 0.62 else [noun, verb] if shape < 0.72 else [verb] if shape < 0.84 else [verb, noun, any_word(rng)] \
+        if shape < 0.94 else [any_word(rng), verb, noun]
+    name = identifier(rng, parts)
+    about = rng.choice((
+        f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one', 'any'))} {noun}", f"{verb.capitalize()} {noun}s", f"{any_name(rng)}s {any_word(rng)} {noun}",
+        words(rng, 2, 7).capitalize(), said_sentence(rng), f"{verb.capitalize()} the {noun} of {rng.choice(('a', 'the'))} {any_word(rng)}",
+        f"{inflected(rng, verb).capitalize()} {any_word(rng)} {noun}s.", f"Tool for the {noun}. {said_sentence(rng)}"))
+    params = tuple({param.name: param for param in (_param(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 5))))}.values())
+    required = len(params) if rng.random() < 0.6 else rng.randint(0, len(params))
+    schema: dict[str, Any] = {"type": "object", "properties": {param.name: dict(param.schema) for param in params}}
+    if required or rng.random() < 0.5:
+        schema["required"] = [param.name for param in params[:required]]
+    if rng.random() < 0.12:
+        schema["additionalProperties"] = False
+    return RandomTool({"type": "function", "function": {"name": name, "description": about, "parameters": schema}},
+                      verb, noun, params, required)
+
+
+def others(rng: random.Random, count: int, taken: set[str], like: RandomTool | None = None) -> list[Declaration]:
+    """Declarations of other tools, some of which look like the one that is asked for."""
+    found = []
+    while len(found) < count:
+        tool = random_tool(rng, like if rng.random() < 0.3 else None)
+        if tool.name not in taken:
+            taken.add(tool.name)
+            found.append(tool.declaration)
+    return found
+
+
+def make_value(rng: random.Random, param: Param) -> Any:
+    kind = param.kind
+    if kind == "integer":
+        return int(digits(rng, 4))
+    if kind == "number":
+        return rng.choice((int(digits(rng, 3)), rng.randint(0, 999) / 10, rng.randint(0, 999) / 100))
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "enum":
+        return rng.choice(param.schema["enum"])
+    if kind == "strings":
+        return [any_word(rng) for _ in range(rng.randint(1, 4))]
+    if kind == "integers":
+        return [int(digits(rng, 3)) for _ in range(rng.randint(1, 4))]
+    if kind == "object":
+        return any_record(rng, 1, 2)
+    shape = rng.random()
+    if shape < 0.12:
+        return said_sentence(rng, 2, 7)
+    return words(rng, 2, 4) if shape < 0.24 else rng.choice((*DAYS, *MONTHS)) if shape < 0.3 else short_value(rng)
+
+
+def said(rng: random.Random, param: Param, value: Any, is_marked: bool) -> str:
+    """A value as a request says it. is_marked: texts of several words have quotes around them."""
+    if isinstance(value, str):
+        if " " in value and (is_marked or value[-1] in ".!?") and rng.random() < 0.9:
+            mark = rng.choice(('"', '"', '"', "'", "`"))
+            return f"{mark}{value}{mark}"
+        return f'"{value}"' if rng.random() < 0.08 else value
+    if isinstance(value, list) and rng.random() < 0.7:
+        texts = [str(entry) for entry in value]
+        return ", ".join(texts[:-1]) + (" and " if len(texts) > 1 else "") + texts[-1]
+    return json.dumps(value)
+
+
+JOIN = ("is", "=", ":", "as", "of", "to", "at", "equal to", "set to", "should be", "will be", "must be", "->", "with", "for", "was", "to be")
+
+
+def _pair(rng: random.Random, key: str, value: str, shape: int) -> str:
+    """Key and value next to each other, in one of many shapes."""
+    key = key.replace("_", " ") if rng.random() < 0.12 else key
+    if shape == 0:
+        return f"{key} {value}"
+    if shape == 1:
+        return f"{key}: {value}"
+    if shape == 2:
+        return f"{key}={value}"
+    if shape == 3:
+        return f"{value} {rng.choice(('as', 'for the', 'is the', 'as the', 'for', 'in', any_word(rng)))} {key}"
+    if shape == 4:
+        return f"{rng.choice(('the', 'a', 'my', 'this', any_word(rng)))} {key} {rng.choice((*JOIN, any_word(rng)))} {value}"
+    if shape == 5:
+        return f"{value} ({key})"
+    return f"{key} {any_word(rng) if shape == 6 else rng.choice(JOIN)} {value}"
+
+
+def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
+    """All arguments with their names."""
+    shape = rng.randrange(8)
+    is_marked = rng.random() < 0.5
+    told = [_pair(rng, param.name, said(rng, param, value, is_marked), rng.randrange(8) if rng.random() < 0.15 else shape)
+            for param, value in rng.sample(given, len(given))]
+    if len(told) == 1:
+        return told[0]
+    joint, last = rng.choice(((", ", " and "), (", ", " and "), (", ", ", "), ("; ", "; "), (" and ", " and "), (", ", " plus "),
+                              ("\n", "\n"), (" ", " "), (", ", ", and ")))
+    return joint.join(told[:-1]) + last + told[-1]
+
+
+LINKS = ("in", "at", "for", "on", "to", "from", "with", "into", "by", "of", "and", "as", "about", "until", "near", "under", "the", "a", "is", "my", "over")
+
+
+def spoken(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]) -> str:
+    """The values in the order of the parameters, between words that mean nothing, some next to a word of their parameter."""
+    found, is_marked = [], rng.random() < 0.8
+    for index, (param, value) in enumerate(given):
+        text = said(rng, param, value, is_marked)
+        if isinstance(value, bool) or rng.random() < 0.25:
+            key = param.name.replace("_", " ")
+            text = rng.choice((f"{text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
+        link = rng.choice(LINKS) if rng.random() < 0.7 else any_word(rng) if rng.random() < 0.6 else ""
+        if index or rng.random() < 0.5:
+            text = f"{link} {text}".strip()
+        found.append(text)
+    return rng.choice((" ", " ", " ", ", ", ": ")).join(found)
+
+
+CALL = ("use", "call", "run", "execute", "apply", "try", "start", "take", "employ", "do", "launch", "perform", "make a call to", "go with")
+LEADS = ("", "", "", "", "Please ", "Can you ", "Could you ", "I want you to ", "I need to ", "Now ", "Let us ", "Time to ", "Help me ", "You should ",
+         "We must ", "Next, ", "First ", "It would be good to ", "I have to ", "Would you please ", "Go and ", "I ask you to ", "My wish: ", "Task: ")
+TAILS = (".", ".", "", "?", "!", " please.", ", please.", " now.", " for me.", ", thanks.", " today.", " again?")
+DETERMINERS = ("the", "the", "a", "my", "this", "our", "some", "one", "that", "every", "")
+
+
+def _noise(rng: random.Random, chance: float) -> str:
+    return f"{words(rng, 1, 3)} " if rng.random() < chance else ""
+
+
+def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool) -> str:
+    """A user's words for a call with these arguments. is_alone: no other tool is declared, so nothing need tell them apart."""
+    kind, lead, tail = rng.random(), rng.choice(LEADS), rng.choice(TAILS)
+    verb = tool.verb if rng.random() < 0.8 else inflected(rng, tool.verb)
+    noun = tool.noun if rng.random() < 0.75 else inflected(rng, tool.noun)
+    named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
+    worded = f"{verb} {rng.choice(DETERMINERS) if rng.random() < 0.8 else any_word(rng)} {noun}".replace("  ", " ")
+    if kind < 0.62:
+        what = named if rng.random() < 0.35 else worded
+        told = pairs(rng, given) if given else ""
+        joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 6)}: "))
+        if not told:
+            text = lead + what + tail
+        elif rng.random() < 0.15:
+            text = f"{_noise(rng, 0.3)}{told}{rng.choice(('. ', ': ', ', ', '; '))}{lead}{what}{tail}"
+        else:
+            text = lead + _noise(rng, 0.2) + what + _noise(rng, 0.0) + joint + told + (")" if joint == " (" else "") + tail
+    else:
+        told = spoken(rng, tool, given)
+        if is_alone and rng.random() < 0.3:
+            begin = words(rng, 1, 4)
+        else:
+            begin = rng.choice((worded, worded, f"{verb}", f"{noun}", f"what {noun}", f"how {inflected(rng, tool.noun)} is it", f"{any_word(rng)} {noun}",
+                                f"{verb} {any_word(rng)} {rng.choice(DETERMINERS)} {noun}", named))
+        text = f"{lead}{_noise(rng, 0.15)}{begin}{rng.choice((' ', ' ', ' ', ': ', ', '))}{told}{tail}" if rng.random() < 0.85 \
+            else f"{told}{rng.choice((', ', ': ', ' '))}{begin}{tail}"
+    return text[0].upper() + text[1:] if rng.random() < 0.85 else text
+
+
+def chosen_arguments(rng: random.Random, tool: RandomTool) -> list[tuple[Param, Any]]:
+    """(parameter, value) of those that a request gives, in the order of the declaration."""
+    count = rng.randint(tool.required, len(tool.params)) if tool.required else rng.randint(1, len(tool.params))
+    optional = list(tool.params[tool.required:])
+    picked = set(rng.sample(range(len(optional)), count - tool.required)) if count > tool.required else set()
+    kept = [*tool.params[:tool.required], *(param for index, param in enumerate(optional) if index in picked)]
+    return [(param, make_value(rng, param)) for param in kept]
+
+
+def random_result(rng: random.Random) -> tuple[dict[str, Any], str]:
+    """(a tool's result, the sentence that tells it)."""
+    record = any_record(rng, 1, 3)
+    if rng.random() < 0.5:
+        record = {rng.choice(("result", "status", "value", "total", "answer", "id", "error", any_word(rng))): next(iter(record.values()))}
+    told = [f"the {key} is {value if isinstance(value, str) else json.dumps(value)}" for key, value in record.items()]
+    text = ", ".join(told[:-1]) + (" and " if len(told) > 1 else "") + told[-1]
+    return record, text[0].upper() + text[1:] + "."
+
+
+def identifier_like(rng: random.Random) -> str:
+    """A tool's name that is declared nowhere."""
+    return identifier(rng, [any_word(rng) for _ in range(rng.randint(1, 3))]) if rng.random() < 0.8 else any_id(rng)
