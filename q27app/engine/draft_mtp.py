@@ -7,7 +7,9 @@ distributions allow. The layer's keys and values of drafted positions are writte
 by the pass that verifies them.
 
 A chain ends at its limit, at an end-of-text token, or where the draft's margin (best raw logit minus the second) is below
-MIN_MARGIN: what follows a token that is probably wrong is wasted.
+MIN_MARGIN: what follows a token that is probably wrong is wasted. Where steps are queued on a device their end is known
+only afterwards; a sequence whose guide restricts the next token is drafted a step at a time, because only the host knows
+what it allows then.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import Protocol
 
 import numpy as np
 
+from q27app.engine.masks import mask_after
 from q27app.engine.request import SamplingParams
 from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.sequence import Sequence
-from q27app.kernels.backend import Backend, Buffer, State
-from q27app.kernels.batch import BLOCK_POSITIONS, Batch
+from q27app.errors import Q27Error
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS, Batch, Drafted, SamplingRows
 
 MIN_MARGIN = 0.5
 
@@ -31,79 +35,92 @@ MIN_MARGIN = 0.5
 class RunsDrafts(Protocol):
     """What a chain needs of `model.forward.Model`."""
 
-    backend: Backend
-
-    def draft(self, batch: Batch, state: State, first: bool) -> Buffer: ...
+    def draft_chain(self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows,
+                    limits: np.ndarray) -> Drafted: ...
 
 
 @dataclass
 class Chain:
-    """One sequence's drafts while they grow."""
+    """One sequence's drafts while they grow. mask: what its guide allows next, None = all."""
 
     sequence: Sequence
     limit: int
     params: SamplingParams
+    mask: np.ndarray | None = None
     drafts: list[int] = field(default_factory=list)
+    is_over: bool = False
 
-    def position(self, depth: int) -> int:
-        """Where this step's row stands. A chain that has ended stays at its last place, which the verify pass rewrites."""
-        return self.sequence.num_computed + (depth if len(self.drafts) == depth else len(self.drafts) - 1)
+    @property
+    def place(self) -> int:
+        """Where the chain's next row stands. One that has ended stays at its last place, which the verify pass rewrites."""
+        return self.sequence.num_computed + len(self.drafts) - (self.is_over and bool(self.drafts))
 
     @property
     def last_token(self) -> int:
         return self.drafts[-1] if self.drafts else self.sequence.tokens[-1]
 
+    def look(self, vocab_size: int) -> None:
+        """Ask the guide. One that fails ends the chain here, and its request when the pass is made."""
+        if not self.is_over:
+            try:
+                self.mask = mask_after(self.sequence.request.guide, self.drafts, vocab_size)
+            except Q27Error:
+                self.is_over = True
+
+    def take(self, drafts: list[int], margins: list[float], min_margin: float) -> None:
+        """Append what was drawn, up to where the chain ends."""
+        ends = self.sequence.request.eos_ids
+        for token, margin in zip(drafts, margins, strict=True):
+            if self.is_over:
+                return
+            self.drafts.append(token)
+            self.is_over = len(self.drafts) == self.limit or margin < min_margin or token in ends
+
 
 class MtpDrafter:
-    """min_margin: raw logits; 0 = never end a chain early. on_step: told the milliseconds of each step."""
-
-    needs_mtp = True
+    """min_margin: raw logits; 0 = never end a chain early. steps_at_once: queued before anything is looked at; 1 where
+    looking costs nothing. on_step: told the milliseconds of each step."""
 
     def __init__(
-        self, model: RunsDrafts, state: State, vocab_size: int, min_margin: float = MIN_MARGIN,
+        self, model: RunsDrafts, state: State, vocab_size: int, min_margin: float = MIN_MARGIN, steps_at_once: int = 1,
         on_step: Callable[[float], None] = lambda ms: None,
     ) -> None:
         self._model, self._state, self._vocab_size = model, state, vocab_size
-        self._min_margin, self._on_step = min_margin, on_step
+        self._min_margin, self._steps_at_once, self._on_step = min_margin, steps_at_once, on_step
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         """Chains of at most limits[i] tokens; a limit of 0 gives []."""
         chains = [Chain(sequence, limit, replace(sequence.request.params, logprobs=None))
                   for sequence, limit in zip(sequences, limits, strict=True)]
         going = [chain for chain in chains if chain.limit > 0]
-        depth = 0
-        while going:
-            going = self._step(going, depth)
-            depth += 1
+        is_first = True
+        while not all(chain.is_over for chain in going):
+            self._extend(going, is_first)
+            is_first = False
         return [chain.drafts for chain in chains]
 
-    def _step(self, chains: list[Chain], depth: int) -> list[Chain]:
-        """One step for all chains; returns the chains of the next step, [] if none goes on. The layer's output rows feed
-        its next step by place, so chains that have ended keep their row."""
-        started = time.monotonic()
-        logits = self._model.draft(self._batch(chains, depth), self._state, depth == 0)
-        rows = [LogitRow(chain.params, chain.position(depth) + 1, chain.sequence.counts, tuple(chain.drafts))
+    def _extend(self, chains: list[Chain], is_first: bool) -> None:
+        """One or several steps for all chains. The layer's output rows feed its next step by place, so chains that have
+        ended keep their row."""
+        for chain in chains:
+            chain.look(self._vocab_size)
+        left = [1 if chain.is_over else chain.limit - len(chain.drafts) for chain in chains]
+        steps = 1 if any(chain.mask is not None for chain in chains) else min(self._steps_at_once, max(left))
+        limits = np.minimum(left, steps).astype(np.int32)
+        rows = [LogitRow(chain.params, chain.place + 1, chain.sequence.counts, tuple(chain.drafts), chain.mask)
                 for chain in chains]
-        backend = self._model.backend
-        backend.sample(logits, sampling_rows(rows, self._vocab_size))
-        result = backend.result()
-        self._on_step((time.monotonic() - started) * 1e3)
-        for chain, token in zip(chains, result.tokens.tolist(), strict=True):
-            if len(chain.drafts) == depth < chain.limit:
-                chain.drafts.append(token)
-        certain = (result.margins >= self._min_margin).tolist()
-        for chain, is_certain in zip(chains, certain, strict=True):
-            ends = chain.sequence.request.eos_ids
-            if not is_certain or (chain.drafts and chain.drafts[-1] in ends):
-                chain.limit = min(chain.limit, len(chain.drafts))
-        wants_more = any(len(chain.drafts) == depth + 1 < chain.limit for chain in chains)
-        return chains if wants_more else []
+        started = time.monotonic()
+        drafted = self._model.draft_chain(self._batch(chains, limits), self._state, is_first, steps,
+                                          sampling_rows(rows, self._vocab_size), limits)
+        self._on_step((time.monotonic() - started) * 1e3 / steps)
+        for chain, tokens, margins in zip(chains, drafted.tokens.T.tolist(), drafted.margins.T.tolist(), strict=True):
+            chain.take(tokens, margins, self._min_margin)
 
-    def _batch(self, chains: list[Chain], depth: int) -> Batch:
+    def _batch(self, chains: list[Chain], limits: np.ndarray) -> Batch:
         """A row a chain; a chain that has ended repeats its last token, and nobody looks at what comes of it."""
         count = len(chains)
-        positions = np.array([chain.position(depth) for chain in chains], np.int32)
-        width = int(positions.max()) // BLOCK_POSITIONS + 1
+        positions = np.array([chain.place for chain in chains], np.int32)
+        width = int((positions + limits - 1).max()) // BLOCK_POSITIONS + 1
         tables = np.full((count, width), -1, np.int32)
         for row, chain in zip(tables, chains, strict=True):
             used = min(width, len(chain.sequence.blocks))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
 MAX_AUTO_SLOTS = 4
+STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
+"""Draft steps that are queued before the host looks at what they drew."""
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
 MAX_PREFILL_CHUNK = 65_536
 
@@ -202,8 +204,8 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
         raise UsageError(f"draft is mtp, but {geometry.name} has no draft layer.", "Use auto, suffix or off.")
     prices, mtp = PassPrices(), None
     if model.has_mtp and config.draft in ("auto", "mtp"):
-        mtp = MtpDrafter(model, state, geometry.vocab_size, min_margin=0.0 if config.fixed_draft else MIN_MARGIN,
-                         on_step=prices.record_step)
+        mtp = MtpDrafter(model, state, geometry.vocab_size, 0.0 if config.fixed_draft else MIN_MARGIN,
+                         STEPS_AT_ONCE[model.backend.name], prices.record_step)
     return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft)
 
 

@@ -22,7 +22,7 @@ def masks_for(guide: Guide | None, drafts: list[int], vocab_size: int) -> list[n
         return None
     masks: list[np.ndarray | None] = []
     for index in range(len(drafts) + 1):
-        mask = _mask(guide, drafts[:index], vocab_size)
+        mask = mask_after(guide, drafts[:index], vocab_size)
         if mask is not None and not _any_allowed(mask, vocab_size):
             if index == 0:
                 raise Q27Error("the request's grammar allows no token here.")
@@ -35,7 +35,10 @@ def masks_for(guide: Guide | None, drafts: list[int], vocab_size: int) -> list[n
     return masks if any(mask is not None for mask in masks) else None
 
 
-def _mask(guide: Guide, prefix: list[int], vocab_size: int) -> np.ndarray | None:
+def mask_after(guide: Guide | None, prefix: list[int], vocab_size: int) -> np.ndarray | None:
+    """What a guide allows after `prefix`; None = all. Raises Q27Error if it fails."""
+    if guide is None:
+        return None
     try:
         mask = guide.mask(prefix)
     except Exception as error:  # a guide is foreign code: its mistakes end its own request

@@ -42,7 +42,9 @@ class Runner:
             restore(slot)
 
     def run(self, work: Work) -> list[Drawn]:
-        """Compute a pass and draw; one result a part. A deferred pass waits for `commit`. Raises Q27Error."""
+        """Compute a pass and draw; one result a part. A deferred pass waits for `commit`, unless it commits what is accepted.
+
+        Raises Q27Error."""
         backend = self.model.backend
         places = _logit_places(work)
         batch = make_batch(work, [row for place in places for row in place])
@@ -54,6 +56,8 @@ class Runner:
         backend.sample(logits, sampling_rows(rows, self.vocab_size))
         if work.is_deferred:
             backend.accept()
+            if work.commits_what_is_accepted:
+                backend.commit()
         result = backend.result()
         ends = accumulate(len(place) for place in places)
         drawn = [_drawn(part, result, index, end) for index, (part, end) in enumerate(zip(work.parts, ends, strict=True))]

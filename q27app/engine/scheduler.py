@@ -57,6 +57,13 @@ class Work:
     def is_deferred(self) -> bool:
         return self.phase == "verify"
 
+    @property
+    def commits_what_is_accepted(self) -> bool:
+        """The accepted rows become state whatever is cut: nobody goes on from a cut but a guide, and nothing but drafts
+        follows the first row of each part."""
+        return self.is_deferred and all(part.draws and len(part.tokens) == 1 + part.num_drafts
+                                        and part.sequence.request.guide is None for part in self.parts)
+
     def rows_to_commit(self, cuts: Seq[Cut | None]) -> list[int]:
         """Rows of each part that become state: all known ones, or what the cut of a run with drafts leaves."""
         return [cut.num_rows if part.num_drafts and cut is not None else len(part.tokens)

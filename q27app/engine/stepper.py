@@ -108,7 +108,7 @@ class Stepper:
             vocab_size = self._scheduler.vocab_size
             cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size) if result.tokens else None
                                       for part, result in zip(work.parts, drawn, strict=True)]
-            if work.is_deferred:
+            if work.is_deferred and not work.commits_what_is_accepted:
                 self._runner.commit(work.rows_to_commit(cuts))
             self._scheduler.apply(work, drawn, cuts)
         except (GpuError, EngineDied):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from q27app.kernels.batch import Batch, Sampled, SamplingRows
+from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 
 if TYPE_CHECKING:
     from q27app.weights.container import Tensor
@@ -90,6 +90,7 @@ class Replay(Protocol):
     """A recorded pass: a CUDA graph, or on NumPy the function itself. Calling it runs the pass again."""
 
     def __call__(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Backend(Protocol):
@@ -168,4 +169,14 @@ class Backend(Protocol):
         ...
     def result(self) -> Sampled:
         """The one small download of a step; waits."""
+        ...
+    def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
+        """A chain of draft steps begins on the batch that was begun, one row a sequence. limits: int32 [rows], at least 1."""
+        ...
+    def draw_drafts(self, logits: Buffer) -> None:
+        """Draw a draft for each row. The batch's row then is the draft, one position further, and penalties count it; a row
+        that has reached its limit stays where it is, and its further drafts mean nothing."""
+        ...
+    def drafted(self) -> Drafted:
+        """What the chain drew, the one small download of it; waits."""
         ...

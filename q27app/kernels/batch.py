@@ -77,6 +77,14 @@ class SamplingRows:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """A chain of drafts. tokens: int32 [steps, rows]; margins: float32 [steps, rows], top1 - top2 of the raw logits."""
+
+    tokens: np.ndarray
+    margins: np.ndarray
+
+
+@dataclass(frozen=True)
 class Sampled:
     """What one download brings back. n = logit rows.
 

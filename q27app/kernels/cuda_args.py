@@ -106,5 +106,12 @@ class Checksum(ctypes.Structure):
     _fields_ = _fields(p="words sum", l="count")
 
 
+class DraftNext(ctypes.Structure):
+    _fields_ = _fields(
+        p="drawn margins limits tokens positions draw_positions penalty_starts penalty_ids penalty_counts drafts draft_margins",
+        i="step rows",
+    )
+
+
 class Accept(ctypes.Structure):
     _fields_ = _fields(p="drawn tokens row_starts logit_rows accepted", i="num_seqs n")

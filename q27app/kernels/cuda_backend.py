@@ -15,8 +15,8 @@ import numpy as np
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
-from q27app.kernels.backend import LayerGeometry
-from q27app.kernels.batch import Batch, Sampled, SamplingRows
+from q27app.kernels.backend import LayerGeometry, Replay
+from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.compiler import Job
 from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.cuda_linear import LinearStages
@@ -25,6 +25,7 @@ from q27app.kernels.cuda_sampling import Sampler
 from q27app.kernels.cuda_scratch import Scratch
 from q27app.kernels.cuda_state import KV_FORMAT_CODES, CudaState
 from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader
+from q27app.kernels.graph import Rerun
 from q27app.kernels.launch import CudaDevice, Device
 from q27app.kernels.memory import Arena, CudaBuffer
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 SMALL_ROWS, MAX_SEQS = 64, 64
 SAMPLED_ROWS = 64
-FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept", "checksum")
+FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept", "checksum", "draft")
 
 
 def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str, dict[str, int]]:
@@ -181,9 +182,9 @@ class CudaBackend:
             self._functions[source, name] = function
         self.device.launch(function, grid, block, shared, args, dependent)
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` as a graph. Run it once before, so that everything is loaded."""
-        return self.device.record(run)
+    def record(self, run: Callable[[], None]) -> Replay:
+        """`run` as a graph. Run it once before, so that everything is loaded. Inside another recording it is part of that."""
+        return Rerun(run) if self.device.is_recording else self.device.record(run)
 
     def close(self) -> None:
         self.device.close()
@@ -198,8 +199,12 @@ class CudaBackend:
         self.is_prefill = batch.phase == "prefill"
         self.area = self._areas[batch.num_rows <= SMALL_ROWS]
         self.area.put(batch)
-        half = state.geometry.rotary_dim // 2
-        self.launch("rows", "rope_angles", (batch.num_rows,), 256, 0,
+        self._turn_rows()
+
+    def _turn_rows(self) -> None:
+        """Rotary angles of the rows' positions, as they are on the device."""
+        half = self.state.geometry.rotary_dim // 2
+        self.launch("rows", "rope_angles", (self.batch.num_rows,), 256, 0,
                     cuda_args.Rope(self.area.at("positions"), self.scratch.frequencies, self.scratch.rope, half))
 
     def embed(self, weight: CudaWeight, x: CudaBuffer) -> None:
@@ -225,13 +230,13 @@ class CudaBackend:
         count = len(self.batch.logit_rows)
         if count:
             self._linear.logits(weight, final, self.area.at("logit_rows"), count, logits)
-        self._final = final
 
     def previous_hidden(self, final: CudaBuffer, hidden: CudaBuffer) -> None:
         args = self._hidden_args(final, hidden)
         self.launch("rows", "previous_hidden", (final.shape[0],), 256, 0, args)
-        self._final = final
-        if not self.batch.deferred:
+        if self.batch.deferred:
+            self._final = final
+        else:
             self.launch("rows", "keep_hidden", (self.batch.num_seqs,), 256, 0, args)
 
     def slot_hidden(self, hidden: CudaBuffer) -> None:
@@ -250,7 +255,7 @@ class CudaBackend:
     def commit(self, accepted: np.ndarray | None = None) -> None:
         address = self._sampler.accepted
         if accepted is not None:
-            self.device.upload(address, np.ascontiguousarray(accepted, np.int32))
+            self._sampler.put_accepted(accepted)
         self._mixers.commit(address)
         if self._final is not None:
             args = self._hidden_args(self._final, None)
@@ -267,3 +272,13 @@ class CudaBackend:
 
     def result(self) -> Sampled:
         return self._sampler.result(self.batch.num_seqs)
+
+    def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
+        self._sampler.begin_drafts(rows, limits)
+
+    def draw_drafts(self, logits: CudaBuffer) -> None:
+        self._sampler.draw_drafts(logits)
+        self._turn_rows()
+
+    def drafted(self) -> Drafted:
+        return self._sampler.drafted()

@@ -6,10 +6,10 @@ import numpy as np
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
-from q27app.kernels.batch import Sampled, SamplingRows
+from q27app.kernels.batch import Drafted, Sampled, SamplingRows
 from q27app.kernels.memory import CudaBuffer
 
-CHUNKS, MAX_LOGPROBS = 32, 32
+CHUNKS, MAX_LOGPROBS, MAX_STEPS = 32, 32, 16
 
 
 class Sampler:
@@ -26,7 +26,11 @@ class Sampler:
         self._part_best, self._part_top = take(max_rows * CHUNKS * 8), take(max_rows * CHUNKS * 8)
         self._out = take(8 * max_rows + 4 * max_seqs)
         self._logprobs, self._logprob_ids = take(max_rows * 33 * 4), take(max_rows * MAX_LOGPROBS * 4)
+        self._drafts = take(8 * max_rows * MAX_STEPS)
+        self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
+        self._step, self._chain = 0, cuda_args.Sample()
+        self._chain_limits, self._chain_kinds = 0, (False, False)
         self._event = None
 
     @property
@@ -39,19 +43,25 @@ class Sampler:
 
     def sample(self, logits: CudaBuffer, rows: SamplingRows) -> None:
         n = len(rows.temperature)
-        if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
-            raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
+        self._check(logits, n)
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
         self._accepted_valid = False
         args = self._upload(rows, n)
+        self._launch(args, logits, _kinds(rows))
+
+    def _check(self, logits: CudaBuffer, n: int) -> None:
+        if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
+            raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
+
+    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: tuple[bool, bool]) -> None:
+        """kinds: whether any row draws with noise, and whether any has penalties."""
+        n, (drawn, penalized) = self._rows, kinds
         args.logits, args.n, args.vocab = logits.address, n, self.vocab
         args.part_best, args.part_top = self._part_best, self._part_top
         args.tokens, args.margins = self._out, self._out + 4 * self.max_rows
         args.logprobs, args.logprob_ids = self._logprobs, self._logprob_ids
-        drawn = bool((np.asarray(rows.temperature) > 0).any())
-        penalized = len(rows.penalty_ids) > 0
         launch = self._backend.launch
-        if drawn or penalized or rows.masks is not None:
+        if drawn or penalized or args.masks:
             args.work = self._work
             launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args, dependent=False)
         if penalized:
@@ -63,8 +73,8 @@ class Sampler:
         if (self._num_logprobs >= 0).any():
             launch("sample", "sample_logprobs", (n,), 1024, 0, args, dependent=False)
 
-    def _upload(self, rows: SamplingRows, n: int) -> cuda_args.Sample:
-        """All parameter arrays in one copy."""
+    def _upload(self, rows: SamplingRows, n: int, limits: np.ndarray | None = None) -> cuda_args.Sample:
+        """All parameter arrays in one copy. limits: of a chain of drafts, whose penalty lists get a place a step."""
         if self._event is not None and not self._device.is_recording:
             self._device.wait(self._event)
             self._event = None
@@ -79,17 +89,57 @@ class Sampler:
         if rows.masks is not None:
             arrays["masks"] = (rows.masks, np.uint32)
             args.mask_words = rows.masks.shape[1]
+        if limits is not None:
+            arrays |= _with_places(rows, int(limits.max())) | {"limits": (limits, np.int32)}
         for name, (values, dtype) in arrays.items():
             data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
             if end + data.size > self._input_bytes:
                 raise Q27Error(f"sampling parameters of {n} rows need more than {self._input_bytes} bytes.")
             self._host[end:end + data.size] = data
-            setattr(args, name, self._input + end)
+            if name == "limits":
+                self._chain_limits = self._input + end
+            else:
+                setattr(args, name, self._input + end)
             end += -(-data.size // 16) * 16
         self._device.upload_pinned(self._input, self._host[:max(end, 16)])
         if not self._device.is_recording:
             self._event = self._device.mark()
         return args
+
+    # a chain of drafts
+
+    def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
+        n = len(rows.temperature)
+        if n > self.max_rows or len(limits) != n or limits.min() < 1 or limits.max() > MAX_STEPS:
+            raise Q27Error(f"drafts: {n} rows with limits {limits.tolist()}, expected at most {self.max_rows} of 1 to {MAX_STEPS}.")
+        self._rows, self._num_logprobs, self._step = n, np.full(n, -1, np.int32), 0
+        drawn, penalized = _kinds(rows)
+        self._chain_kinds = drawn, penalized or bool(rows.presence.any() or rows.frequency.any())
+        self._chain = self._upload(rows, n, limits)
+
+    def draw_drafts(self, logits: CudaBuffer) -> None:
+        self._check(logits, self._rows)
+        if self._step >= MAX_STEPS:
+            raise Q27Error(f"a chain of more than {MAX_STEPS} drafts.")
+        self._launch(self._chain, logits, self._chain_kinds)
+        area, chain = self._backend.area, self._chain
+        args = cuda_args.DraftNext(
+            self._out, self._out + 4 * self.max_rows, self._chain_limits, area.at("tokens"), area.at("positions"),
+            chain.positions, chain.penalty_starts, chain.penalty_ids, chain.penalty_counts, self._drafts,
+            self._drafts + 4 * self._rows * MAX_STEPS, self._step, self._rows)
+        self._backend.launch("draft", "draft_next", (self._rows,), 256, 0, args, dependent=False)
+        self._step += 1
+
+    def drafted(self) -> Drafted:
+        n, steps = self._rows, self._step
+        words = self._device.download(self._drafts, 8 * n * MAX_STEPS).view(np.int32)
+        tokens, margins = words[:n * steps], words[n * MAX_STEPS:n * (MAX_STEPS + steps)].view(np.float32)
+        return Drafted(tokens.reshape(steps, n).copy(), margins.reshape(steps, n).copy())
+
+    def put_accepted(self, counts: np.ndarray) -> None:
+        """Use these counts instead of those of `accept`."""
+        self._counts_host[:len(counts)] = counts
+        self._device.upload_pinned(self.accepted, self._counts_host[:len(counts)])
 
     def accept(self) -> None:
         backend, batch = self._backend, self._backend.batch
@@ -113,3 +163,15 @@ class Sampler:
                 if count >= 0:
                     logprobs[row] = (float(values[row, 0]), ids[row, :count].copy(), values[row, 1:1 + count].copy())
         return Sampled(tokens, margins, accepted, logprobs)
+
+
+def _kinds(rows: SamplingRows) -> tuple[bool, bool]:
+    return bool((np.asarray(rows.temperature) > 0).any()), len(rows.penalty_ids) > 0
+
+
+def _with_places(rows: SamplingRows, steps: int) -> dict[str, tuple[np.ndarray, type]]:
+    """The penalty lists, each with `steps` empty places at its end (id -1, count 0)."""
+    ends = np.repeat(rows.penalty_starts[1:], steps)
+    starts = rows.penalty_starts + steps * np.arange(len(rows.penalty_starts), dtype=np.int32)
+    return {"penalty_starts": (starts, np.int32), "penalty_ids": (np.insert(rows.penalty_ids, ends, -1), np.int32),
+            "penalty_counts": (np.insert(rows.penalty_counts, ends, 0), np.int32)}

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A replay that is the function itself, where nothing is recorded."""
+
+    run: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.run()
+
+    def close(self) -> None: ...
 
 
 class Graph:

@@ -17,13 +17,15 @@ from q27app.errors import OutOfMemory, Q27Error
 from q27app.gpu import read_host
 from q27app.kernels import reference
 from q27app.kernels.backend import LayerGeometry, Replay
-from q27app.kernels.batch import Batch, Sampled, SamplingRows
+from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.blas_threads import leave_a_core
+from q27app.kernels.graph import Rerun
 from q27app.kernels.numpy_attention import attend_pass
 from q27app.kernels.numpy_delta import delta_block
 from q27app.kernels.numpy_linear import multiply, multiply_rows
 from q27app.kernels.numpy_pass import TILE, Pass, begin_pass
 from q27app.kernels.numpy_state import DeferredRows, NumpyState
+from q27app.kernels.reference_draft import DraftChain
 from q27app.kernels.reference_sample import count_accepted, sample_rows
 
 
@@ -73,6 +75,7 @@ class NumpyBackend:
         self._pass: Pass | None = None
         self._loaded: list[NumpyWeight] = []
         self._sampled: Sampled | None = None
+        self._chain: DraftChain | None = None
 
     # memory
 
@@ -119,7 +122,7 @@ class NumpyBackend:
         return NumpyState(geometry, num_delta_layers, num_kv_layers, kv_format, num_slots, num_blocks, max_record_rows)
 
     def record(self, run: Callable[[], None]) -> Replay:
-        return run
+        return Rerun(run)
 
     def close(self) -> None:
         self._pass = None
@@ -271,6 +274,21 @@ class NumpyBackend:
         if self._sampled is None:
             raise Q27Error("result without a sample before it.")
         return self._sampled
+
+    def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
+        self._chain = DraftChain(rows, limits)
+
+    def draw_drafts(self, logits: NumpyBuffer) -> None:
+        self._pass = begin_pass(self._drafts.draw(logits.array, self._work.batch), self._work.state)
+
+    def drafted(self) -> Drafted:
+        return self._drafts.result()
+
+    @property
+    def _drafts(self) -> DraftChain:
+        if self._chain is None:
+            raise Q27Error("no chain of drafts has begun: call begin_drafts first.")
+        return self._chain
 
     # inside
 

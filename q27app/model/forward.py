@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from q27app.errors import Q27Error
 from q27app.kernels.backend import Backend, Buffer, State
-from q27app.kernels.batch import BLOCK_POSITIONS, Batch
+from q27app.kernels.batch import BLOCK_POSITIONS, Batch, Drafted, SamplingRows
 from q27app.model.config import ModelConfig
 from q27app.model.layers import Scratch, run_layer
 from q27app.model.mtp import MtpPass
+from q27app.model.replays import Replays, shape_of
 from q27app.model.weights import ModelWeights, bind_weights
 from q27app.weights.container import Container
 
@@ -31,6 +34,7 @@ class Model:
         self.logit_rows = backend.empty((max_logit_rows, config.vocab_size), "float32", "logits")
         self.mtp = MtpPass(backend, config, weights.mtp, self.scratch, max_rows) if weights.mtp else None
         self.final: Buffer = self.final_rows.rows(0)
+        self.replays = Replays(backend)
 
     @property
     def has_mtp(self) -> bool:
@@ -38,6 +42,7 @@ class Model:
 
     def allocate_state(self, kv_format: str, num_slots: int, num_blocks: int, max_record_rows: int) -> State:
         """Slots and KV blocks for this model. max_record_rows: most rows of one deferred pass."""
+        self.replays.clear()
         return self.backend.allocate_state(
             self.config, self.config.num_delta_layers, self.config.num_kv_layers, kv_format,
             num_slots, num_blocks, max_record_rows,
@@ -50,19 +55,29 @@ class Model:
         row's token), so that drafts may start at their end. `self.final` is [rows, hidden] after the final norm.
         """
         self._check(batch)
-        backend, weights = self.backend, self.weights
         rows = batch.num_rows
-        x = self.x.rows(rows)
-        self.final = self.final_rows.rows(rows)
+        final = self.final = self.final_rows.rows(rows)
         logits = self.logit_rows.rows(len(batch.logit_rows))
-        backend.begin(batch, state)
+        self.backend.begin(batch, state)
+
+        def run() -> None:
+            self._run(rows, final, logits, warm_mtp)
+
+        if batch.phase == "prefill":
+            run()
+        else:
+            self.replays.run((id(state), warm_mtp, *shape_of(batch)), run)
+        return logits
+
+    def _run(self, rows: int, final: Buffer, logits: Buffer, warm_mtp: bool) -> None:
+        """The pass that was begun; nothing in it depends on the batch but through its shape."""
+        backend, weights, x = self.backend, self.weights, self.x.rows(rows)
         backend.embed(weights.embed, x)
         for layer in weights.layers:
             run_layer(backend, layer, x, self.scratch)
-        backend.head(weights.final_norm, weights.head, x, self.final, logits)
+        backend.head(weights.final_norm, weights.head, x, final, logits)
         if self.mtp is not None:
-            self.mtp.warm(self.final, compute=warm_mtp)
-        return logits
+            self.mtp.warm(final, compute=warm_mtp)
 
     def draft(self, batch: Batch, state: State, first: bool) -> Buffer:
         """One draft step of the MTP layer, a row a sequence: the row's token stands at the row's position.
@@ -70,11 +85,34 @@ class Model:
         first: the hidden rows come from the slots (last computed position); else from the previous draft step's rows.
         Returns logits [rows, vocab] of the token after.
         """
+        self._begin_draft(batch, state)
+        return self._draft_step(batch, state, first)
+
+    def draft_chain(
+        self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows, limits: np.ndarray
+    ) -> Drafted:
+        """Several draft steps, each fed with what the one before drew, and one wait at the end.
+
+        batch, first: of the first step, as in `draft`. rows: how to draw, a row a sequence. limits: int32 [sequences], of
+        `steps` steps how many each takes; its block table must reach that far.
+        """
+        self._begin_draft(batch, state)
+        self.backend.begin_drafts(rows, limits)
+        for step in range(steps):
+            self.backend.draw_drafts(self._draft_step(batch, state, first and step == 0))
+        return self.backend.drafted()
+
+    def _begin_draft(self, batch: Batch, state: State) -> None:
         if self.mtp is None:
             raise Q27Error(f"{self.config.name} has no draft layer (qwen35.nextn_predict_layers is 0).")
         self._check(batch)
         self.backend.begin(batch, state)
-        return self.mtp.draft(batch.num_rows, first, self.logit_rows.rows(len(batch.logit_rows)))
+
+    def _draft_step(self, batch: Batch, state: State, first: bool) -> Buffer:
+        assert self.mtp is not None
+        mtp, count, logits = self.mtp, batch.num_rows, self.logit_rows.rows(len(batch.logit_rows))
+        self.replays.run((id(state), first, *shape_of(batch)), lambda: mtp.draft(count, first, logits))
+        return logits
 
     def _check(self, batch: Batch) -> None:
         assert 0 < batch.num_rows <= self.max_rows, (batch.num_rows, self.max_rows)

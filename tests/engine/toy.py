@@ -127,8 +127,9 @@ class ToyBackend:
         assert self.sampled is not None
         return self.sampled
 
-    def commit(self, accepted: np.ndarray) -> None:
+    def commit(self, accepted: np.ndarray | None = None) -> None:
         assert self.deferred is not None, "commit without a deferred pass"
+        accepted = self.sampled.accepted if accepted is None else accepted
         batch, state = self.deferred
         self.deferred = None
         for seq, count in enumerate(accepted.tolist()):

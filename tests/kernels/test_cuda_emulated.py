@@ -14,6 +14,7 @@ from q27app.kernels.reference_sample import sample_rows
 from q27app.weights.dtypes import F16, Q4_G64
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.made import make_batch
 
 pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
@@ -114,3 +115,25 @@ def test_checksums_are_those_of_the_memory_and_see_a_changed_bit(device):
     device.upload(weights[1].address + 40, word)
     after = backend.checksums()
     assert after[0] == before[0] and after[1] != before[1]
+
+
+@pytest.mark.parametrize("changes", [
+    {"temperature": np.zeros(3, np.float32)}, {},
+    {"presence": np.full(3, 2, np.float32), "frequency": np.full(3, 0.5, np.float32), "penalty_starts": np.array([0, 2, 2, 5], np.int32),
+     "penalty_ids": np.arange(5, dtype=np.int32), "penalty_counts": np.ones(5, np.int32)},
+], ids=["greedy", "plain", "penalties"])
+def test_a_chain_of_drafts_equals_numpy(device, changes):
+    """Steps queued on the device against the same steps in NumPy: tokens, and places that do not pass a limit."""
+    expected, found = cuda_checks.pair_of_lines(device, cuda_checks.NANO, F16, "fp16")
+    limits, rows, results = np.array([4, 1, 3], np.int32), sampling_rows(3, **changes), []
+    for lines in (expected, found):
+        for slot in range(3):
+            lines.feed(slot, list(range(5 + slot, 60)))
+            lines.reserve(slot, 128)
+        batch = make_batch("draft", [[3]] * 3, lines.lengths[:3], [0, 1, 2], lines.tables[:3])
+        results.append(lines.model.draft_chain(batch, lines.state, True, 4, rows, limits))
+    for row, limit in enumerate(limits.tolist()):
+        assert results[0].tokens[:limit, row].tolist() == results[1].tokens[:limit, row].tolist()
+        np.testing.assert_allclose(results[1].margins[:limit, row], results[0].margins[:limit, row], rtol=0.02, atol=0.02)
+    words = found.model.backend.device.download(found.model.backend.area.at("positions"), 12).view(np.int32)
+    assert (words - found.lengths[:3]).tolist() == [3, 0, 2]

@@ -169,6 +169,7 @@ inline bool __any_sync(unsigned, bool value) {
   return any;
 }
 template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
+template <class T> T atomicMin(T* at, T value) { T old = *at; if (value < old) *at = value; return old; }
 template <class T> T __ldcg(const T* at) { return *at; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

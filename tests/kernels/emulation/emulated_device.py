@@ -18,6 +18,7 @@ import numpy as np
 
 from q27app.kernels.card import Card
 from q27app.kernels.compiler import SOURCES, Job, expand
+from q27app.kernels.graph import Rerun
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\((?:[^()]|\([^()]*\))*\))? (\w+)\(')
@@ -92,7 +93,7 @@ class EmulatedDevice:
     def prepare(self, jobs, progress=None) -> None: ...
 
     def record(self, run):
-        return run
+        return Rerun(run)
 
     def close(self) -> None:
         self.check_guards()

@@ -1,0 +1,64 @@
+"""Recorded passes by shape: what is launched for a shape is recorded once, and replayed without Python from then on.
+
+A pass may be recorded if all that changes between two passes of its key lies in device buffers that `Backend.begin` fills.
+The first pass of a key runs plainly, so that everything is loaded; the second one is recorded. The least recently used
+recording goes when there are too many.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from q27app.kernels.backend import Backend, Replay
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch
+
+MAX_RECORDED = 96
+
+
+class Replays:
+    """limit: most recordings that are kept; 0 = never record."""
+
+    def __init__(self, backend: Backend, limit: int = MAX_RECORDED) -> None:
+        self._backend, self.limit = backend, limit
+        self._recorded: OrderedDict[Hashable, Replay | None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(replay is not None for replay in self._recorded.values())
+
+    def run(self, key: Hashable, run: Callable[[], None]) -> None:
+        """Do what `run` does; it must do the same whenever the key is the same, up to what `begin` has put on the device."""
+        if not self.limit:
+            run()
+            return
+        if key not in self._recorded:
+            self._recorded[key] = None
+            run()
+        else:
+            replay = self._recorded[key]
+            if replay is None:
+                replay = self._recorded[key] = self._backend.record(run)
+            replay()
+        self._recorded.move_to_end(key)
+        while len(self._recorded) > self.limit:
+            _, oldest = self._recorded.popitem(last=False)
+            if oldest is not None:
+                oldest.close()
+
+    def clear(self) -> None:
+        """Forget everything: the buffers of the recordings are about to go."""
+        for replay in self._recorded.values():
+            if replay is not None:
+                replay.close()
+        self._recorded.clear()
+
+
+def shape_of(batch: Batch) -> tuple:
+    """What the launches of a row-family pass depend on. Up to MAX_DECODE_ROWS rows go through every stage together, so
+    only the number of sequences and the longest one count; more are cut at borders between sequences."""
+    lengths = np.diff(batch.row_starts)
+    rows = batch.num_rows
+    cut = (batch.num_seqs, int(lengths.max())) if rows <= MAX_DECODE_ROWS else tuple(lengths.tolist())
+    return batch.phase, rows, cut, len(batch.logit_rows), batch.deferred

@@ -1,0 +1,333 @@
+"""Drafts, many streams and reused prefixes on a card: `python -m tests.gpu.drafting PART ...`, parts in `PARTS`.
+
+The 27B is the constructed one at GPU_MODELS/q4s.q27 (accept 0.85), fp8 KV; the engine's stepper is driven without threads,
+so that a figure is the engine's and not the clock's of another thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from q27app.engine.drafts import Drafts
+from q27app.engine.loading import EngineConfig, Loaded, open_model
+from q27app.engine.request import Request, SamplingParams, TokenEvent
+from q27app.engine.sampling import LogitRow, sampling_rows
+from q27app.engine.sequence import Sequence
+from q27app.engine.status import Meter
+from q27app.engine.stepper import Stepper
+from q27app.kernels.batch import MAX_DECODE_ROWS
+from tests.gpu.checks import attempt, failures, line
+from tests.gpu.whole import models
+from tests.kernels.made import make_batch
+
+BACKEND = os.environ.get("GPU_BACKEND", "cuda")
+CONTEXT = 32768
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=5)
+
+
+@dataclass
+class Told:
+    """One request's tokens and when they came."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    asked: float = field(default_factory=time.perf_counter)
+    last: TokenEvent | None = None
+
+    def __call__(self, event: TokenEvent) -> None:
+        if event.tokens:
+            self.tokens += event.tokens
+            self.times.append(time.perf_counter())
+        self.last = event
+
+    @property
+    def first_ms(self) -> float:
+        return 1e3 * (self.times[0] - self.asked)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second after the first event."""
+        return (len(self.tokens) - 1) / (self.times[-1] - self.times[0])
+
+
+class Table:
+    """A loaded model, and a fresh stepper for every set of requests."""
+
+    def __init__(self, path: Path, **options) -> None:
+        started = time.perf_counter()
+        self.loaded: Loaded = open_model(EngineConfig(path, BACKEND, **options), lambda share: None)
+        self.drafter = self.loaded.drafter
+        self.seconds = time.perf_counter() - started
+        self._count = 0
+        self.start()
+
+    def start(self, drafter: Drafts | None = None) -> None:
+        """drafter: None = no drafts."""
+        self.loaded.drafter = drafter
+        self.stepper = Stepper(self.loaded, Meter(), lambda sequence: None, checks_pools=False)
+
+    def fixed(self, cap: int, uses_suffix: bool = False, uses_mtp: bool = True) -> Drafts:
+        """Always as many drafts as `cap`."""
+        mtp = self.drafter._mtp if uses_mtp else None
+        return Drafts(mtp, uses_suffix, cap, self.drafter._prices, fixed=True)
+
+    def ask(self, prompt, count: int, params: SamplingParams = GREEDY, **options) -> Told:
+        self._count += 1
+        told = Told()
+        params = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+                                presence_penalty=params.presence_penalty, seed=params.seed, logprobs=params.logprobs,
+                                max_tokens=count, ignore_eos=True)
+        self.stepper.add(Sequence(Request(f"r{self._count}", tuple(prompt), params, **options), told, count))
+        return told
+
+    def run(self) -> None:
+        while self.stepper.has_work:
+            self.stepper.step()
+
+    def spare(self) -> None:
+        while self.stepper.has_spare_work or self.stepper.has_work:
+            self.stepper.step()
+
+    def close(self) -> None:
+        self.loaded.close()
+        gc.collect()
+
+
+def successors(start: int, count: int, vocab: int) -> list[int]:
+    return [(start + index) % vocab for index in range(count)]
+
+
+def widths(table: Table) -> None:
+    """A verify pass with draw, acceptance and commit by its rows; a chain of drafts by its depth."""
+    loaded, model, backend = table.loaded, table.loaded.model, table.loaded.model.backend
+    blocks = [list(range(16))]
+
+    def timed(run, times: int = 24) -> float:
+        taken = []
+        for _ in range(times):
+            started = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - started)
+        return 1e3 * float(np.median(taken[4:]))
+
+    def verify(rows: int, params: SamplingParams) -> float:
+        phase = "verify" if rows > 1 else "decode"
+        draws = sampling_rows([LogitRow(params, 301 + row) for row in range(rows)], loaded.vocab_size)
+
+        def run() -> None:
+            batch = make_batch(phase, [[5] * rows], [300], [0], blocks, None, rows > 1)
+            logits = model.forward(batch, loaded.state)
+            backend.sample(logits, draws)
+            if rows > 1:
+                backend.accept()
+                backend.commit()
+            backend.result()
+        return timed(run)
+
+    def chain(depth: int, params: SamplingParams) -> float:
+        draws = sampling_rows([LogitRow(params, 302)], loaded.vocab_size)
+
+        def run() -> None:
+            batch = make_batch("draft", [[5]], [301], [0], blocks, [0])
+            model.draft_chain(batch, loaded.state, True, depth, draws, np.array([depth], np.int32))
+        return timed(run)
+
+    for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        line(f"ms a step by rows, {name}", " ".join(f"{rows}:{verify(rows, params):.2f}" for rows in range(1, 17)))
+        line(f"ms a chain by depth, {name}", " ".join(f"{depth}:{chain(depth, params):.2f}" for depth in (1, 2, 3, 4, 6, 8, 12, 15)))
+
+
+def speeds(table: Table) -> None:
+    """One stream on the chain: without drafts, at fixed depths, at measured depth; greedy, sampled, copied."""
+    vocab = table.loaded.vocab_size
+    prompt = successors(1000, 64, vocab)
+
+    def tell(drafter: Drafts | None, count: int, params: SamplingParams = GREEDY, given=prompt) -> str:
+        table.start(drafter)
+        told = table.ask(given, count, params)
+        table.run()
+        expected = successors(given[-1] + 1, count, vocab)
+        assert told.tokens == expected, f"token {next(i for i, t in enumerate(told.tokens) if t != expected[i])} differs"
+        stats = told.last.stats
+        return (f"{told.speed:.1f} tok/s, {len(told.tokens) / max(1, stats.num_steps):.2f} a step, "
+                f"{1e3 * (told.times[-1] - told.times[0]) / max(1, stats.num_steps - 1):.2f} ms a step")
+
+    attempt("no drafts, greedy", lambda: tell(None, 256))
+    attempt("no drafts, sampled", lambda: tell(None, 256, SAMPLED))
+    for cap in (3, 4, 5, 6, 7, 9, 11, 15):
+        attempt(f"depth {cap}, greedy", lambda cap=cap: tell(table.fixed(cap), 512))
+    attempt("depth 7, sampled", lambda: tell(table.fixed(7), 512, SAMPLED))
+    for turn in range(2):
+        attempt("measured depth, greedy", lambda: tell(table.drafter, 1024))
+    attempt("measured depth, sampled", lambda: tell(table.drafter, 1024, SAMPLED))
+    line("what it measured", str(table.drafter.to_dict()))
+    copied = successors(5000, 1200, vocab) + successors(5000, 16, vocab)
+    attempt("copy, suffix drafter", lambda: tell(table.fixed(15, True, False), 1024, GREEDY, copied))
+    attempt("copy, measured depth", lambda: tell(table.drafter, 1024, GREEDY, copied))
+
+
+def streams(table: Table) -> None:
+    """Aggregate speed of several streams, with and without drafts."""
+    vocab = table.loaded.vocab_size
+    for name, drafter in (("no drafts", None), ("drafts", table.drafter)):
+        for count in (1, 2, 4, 8, 16):
+            def run(count=count, drafter=drafter) -> str:
+                speed = 0.0
+                for tokens in (48, 192):
+                    table.start(drafter)
+                    told = [table.ask(successors(1000 + 5000 * i, 64, vocab), tokens, cache=False) for i in range(count)]
+                    table.run()
+                    for i, one in enumerate(told):
+                        assert one.tokens == successors(1064 + 5000 * i, tokens, vocab), f"stream {i} says something else"
+                    begin, end = max(one.times[0] for one in told), min(one.times[-1] for one in told)
+                    inside = sum(sum(begin < at <= end for at in one.times) / len(one.times) * len(one.tokens) for one in told)
+                    speed = inside / (end - begin)
+                return f"{speed:.0f} tok/s together"
+            attempt(f"{count} streams, {name}", run)
+
+
+def gaps(table: Table) -> None:
+    """A running stream while a prompt of 30,000 tokens is prefilled."""
+    vocab = table.loaded.vocab_size
+
+    def run(drafter, streams: int) -> str:
+        table.start(drafter)
+        told = [table.ask(successors(1000 + 5000 * i, 64, vocab), 30_000, cache=False) for i in range(streams)]
+        while not all(one.times for one in told):
+            table.stepper.step()
+        long = table.ask([7 + i * 31 % 9973 for i in range(30_000)], 1, cache=False)
+        marks = [len(one.times) for one in told]
+        while long.last is None or long.last.finish is None:
+            table.stepper.step()
+        between = np.concatenate([np.diff(one.times[mark - 1:]) for one, mark in zip(told, marks)]) * 1e3
+        seconds = long.times[0] - long.asked
+        for sequence in list(table.stepper._scheduler.running):
+            table.stepper.cancel(sequence)
+        table.run()
+        return (f"{len(between)} gaps: p50 {np.percentile(between, 50):.1f}, p99 {np.percentile(between, 99):.1f}, most {between.max():.1f} ms; "
+                f"prefill of 30,000 in {seconds:.2f} s, {30_000 / seconds:.0f} tok/s")
+
+    attempt("gap of 1 stream, no drafts", lambda: run(None, 1))
+    attempt("gap of 4 streams, drafts", lambda: run(table.drafter, 4))
+
+
+def turns(table: Table) -> None:
+    """A warm turn: 25,000 tokens that were computed before, 1,300 new ones."""
+    vocab = table.loaded.vocab_size
+    base = [11 + i * 37 % 20011 for i in range(25_000)]
+
+    def run() -> str:
+        table.start(table.drafter)
+        cold = table.ask(base, 8)
+        table.run()
+        table.spare()
+        warm = table.ask(base + successors(3000, 1_300, vocab), 8)
+        table.run()
+        again = table.ask(base + successors(3000, 1_300, vocab), 8)
+        table.run()
+        stats = warm.last.stats
+        return (f"first token cold {cold.first_ms:.0f} ms, warm {warm.first_ms:.0f} ms ({stats.num_cached} of {stats.num_prompt} reused), "
+                f"the same again {again.first_ms:.0f} ms")
+    attempt("warm turn", run)
+
+
+def big() -> None:
+    table = Table(models() / "q4s.q27", kv_format="fp8", context=CONTEXT, slots=16, cache_device_slots=8)
+    line("27B opened", f"{table.seconds:.1f} s; {table.loaded.plan.to_dict()['reasons']}")
+    for part in (widths, speeds, streams, gaps, turns):
+        attempt(part.__name__, lambda part=part: part(table) or "done")
+    table.close()
+
+
+def disk() -> None:
+    """The first token of a prompt of 20,000 tokens: cold, and by a new engine on the same folder."""
+    path, folder = models() / "q4s.q27", Path(tempfile.gettempdir()) / "q27app-gpu-cache"
+    shutil.rmtree(folder, ignore_errors=True)
+    prompt = [11 + i * 37 % 20011 for i in range(20_000)]
+
+    def run() -> str:
+        said, first = [], []
+        for turn in range(2):
+            table = Table(path, kv_format="fp8", context=CONTEXT, slots=1, cache_dir=folder)
+            if turn == 0:
+                table.ask([5] * 200, 2)
+                table.run()
+            told = table.ask(prompt, 16, system_len=19_968)
+            table.run()
+            said.append(told.tokens)
+            first.append(told.first_ms)
+            table.spare()
+            table.close()
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        assert said[0] == said[1], f"other text: {said}"
+        if not first[1] * 5 <= first[0]:
+            raise AssertionError(f"first token cold {first[0]:.0f} ms, after a restart {first[1]:.0f} ms, expected a fifth")
+        return f"first token cold {first[0]:.0f} ms, after a restart {first[1]:.0f} ms, {first[0] / first[1]:.1f} times sooner; {size / 1e9:.2f} GB on disk"
+    attempt("restart with the disk cache", run)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def equal() -> None:
+    """Texts with drafts are those without, token for token and in their log probabilities."""
+    from q27app.weights.synthetic import synthesize
+
+    with tempfile.TemporaryDirectory() as temporary:
+        dense = synthesize(Path(temporary) / "dense.q27", "nano", "dense", "q4s")
+        for path in (dense, Path("q27app/data/demo.q27")):
+            for kv in ("fp16", "fp8"):
+                _equal(path, kv)
+
+
+def _equal(path: Path, kv: str) -> None:
+    table = Table(path, kv_format=kv, context=4096, slots=2)
+    prompt = [5 + i * i % 3 for i in range(150)]
+
+    def tell(drafter: Drafts | None, count: int) -> list:
+        table.start(drafter)
+        if drafter is not None:
+            drafter.min_match = 4
+        kinds = (SamplingParams(logprobs=2), SamplingParams(temperature=0.9, top_p=0.95, seed=7, presence_penalty=0.3, logprobs=2))
+        told = [table.ask(prompt, count, params, cache=False) for params in kinds]
+        entries: list = [[] for _ in told]
+        for place, one in enumerate(told):
+            table.stepper._scheduler.waiting[place].deliver = lambda event, place=place, one=one: (entries[place].extend(event.logprobs), one(event))
+        table.run()
+        return entries
+
+    def caps(count: int, chosen) -> str:
+        plain = tell(None, count)
+        accepted = []
+        for cap in chosen:
+            drafter = table.fixed(cap, uses_suffix=True)
+            assert tell(drafter, count) == plain, f"depth {cap} says something else"
+            counts = drafter.to_dict()["sources"].values()
+            accepted.append(f"{cap}: {sum(sum(c['accepted']) for c in counts)}/{sum(sum(c['drafted']) for c in counts)}")
+        return "equal at depths " + ", ".join(accepted)
+
+    attempt(f"{path.stem} {kv}, 200 tokens", lambda: caps(200, range(1, MAX_DECODE_ROWS)))
+    attempt(f"{path.stem} {kv}, 2,000 tokens", lambda: caps(2000, (7, 15)))
+    table.close()
+
+
+PARTS = {"big": big, "disk": disk, "equal": equal}
+
+
+def main(names: list[str]) -> int:
+    for name in names or list(PARTS):
+        attempt(name, lambda name=name: PARTS[name]() or "done")
+    line("failed", ", ".join(failures) or "nothing")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
