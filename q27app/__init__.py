@@ -15,7 +15,9 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_cache         cache list, cache clear
       cli_kernels       kernels build, list, clear
       cli_tui           the screens, status, chat
-      cli_bench         bench demo-eval
+      cli_bench         bench: the group, demo-eval, what its commands share
+      cli_bench_http    bench speed, concurrency, turns, needle, soak, canonical
+      cli_bench_model   bench fidelity, kernels, plot
       cli_doctor        doctor
       cli_models        pull, import, show, rm
       cli_service       service
@@ -38,7 +40,8 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       errors            the exception family and the exit codes
       gpu               snapshots of cards and host
       metrics           the daemon's counters
-      client            HTTP client of the daemon
+      client            HTTP client of the daemon, and of other servers of OpenAI's dialect
+      child_daemon      a daemon of our own as a child process
     data              the bundled demo model
 
 Two threads: the daemon's loop owns sockets, tokenizer and parsers; the engine thread owns the backend, its state and the

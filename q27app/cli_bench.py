@@ -1,21 +1,118 @@
-"""Commands that measure: bench demo-eval."""
+"""Commands that measure: the group, what its commands share, and bench demo-eval."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from q27app.errors import Q27Error
+
+if TYPE_CHECKING:
+    from q27app.bench.report import Report
 
 
 @click.group()
 def bench() -> None:
     """Measure the model's answers.
 
-    Each result comes with its conditions.
+    Each result comes with its conditions: card, driver, power, link, commit, tier, KV format, command. Whatever is
+    measured is in a file at once; the same command with --out FILE goes on where it was stopped.
     """
+
+
+class _Numbers(click.ParamType):
+    """Whole numbers from 0, separated by commas; - is none."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if isinstance(value, list):
+            return value
+        words = [word.strip() for word in value.split(",") if word.strip() not in ("", "-")]
+        bad = next((word for word in words if not (word.isascii() and word.isdigit() and len(word) <= 9)), None)
+        if bad is not None or len(words) > 1000:
+            self.fail(f"{(bad or value)[:40]!r}: expected whole numbers separated by commas.", param, ctx)
+        return list(dict.fromkeys(int(word) for word in words))
+
+
+LISTS = _Numbers()
+
+
+def report_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a report goes."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="One JSON object, nothing else."),
+        click.option("--plot", metavar="FILE.png", help="Also draw it (needs the extra bench)."),
+        click.option("--csv", "csv_path", metavar="FILE", help="Also write the table as CSV."),
+        click.option("--out", metavar="FILE", help="Journal; an existing one goes on. Default: a new one in the state folder."),
+    ):
+        function = option(function)
+    return function
+
+
+def journal_path(out: str | None, name: str) -> Path:
+    """The journal's place; without --out a name that no journal has."""
+    from itertools import count
+
+    from q27app.paths import ensured, state_dir
+
+    if out:
+        return Path(out)
+    folder, start = ensured(state_dir() / "bench"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (folder / f"{start}{f'-{number}' if number else ''}.jsonl" for number in count())
+    return next(path for path in names if not path.exists())
+
+
+def say_progress(as_json: bool) -> Callable[[str], None]:
+    """Prints a line to standard error, or nothing where only JSON is wanted."""
+    def say(line: str) -> None:
+        if not as_json:
+            click.echo(line, err=True)
+    return say
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM ends a measurement as Ctrl-C does: with a report of what is there."""
+    def as_interrupt(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, as_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_report(report: Report, options: dict[str, Any], problem: BaseException | None = None, path: Path | None = None) -> None:
+    """Print the report, write its files, then raise what ended the measurement early."""
+    import os
+
+    from q27app.bench.plots import draw
+    from q27app.bench.report import write_text
+
+    report.totals["load_average_end"] = round(os.getloadavg()[0], 2)
+    if problem is not None:
+        report.notes.append(f"Incomplete; {path} has what is above, the same command with --out {path} goes on.")
+    if report.rows:
+        click.echo(report.json_line() if options["as_json"] else f"{report.text()}\n\n{report.json_line()}")
+        if options["csv_path"]:
+            write_text(options["csv_path"], report.csv_text())
+        if options["plot"]:
+            draw(report.to_dict(), options["plot"])
+    if problem is not None:
+        raise problem
+    if not report.rows:
+        raise Q27Error("nothing was measured.", "The settings ask for no test.")
 
 
 @bench.command("demo-eval")
@@ -71,3 +168,10 @@ def _complain(case: Any, answer: Any, right: bool) -> None:
         said = answer.text or json.dumps([dict(call) for call in answer.calls])
         click.echo(f"{case.task} {case.split}: {question[-120:]!r}\n  said {said[:200]!r}\n"
                    f"  check {json.dumps(case.check)[:200]}", err=True)
+
+
+def _add_commands() -> None:
+    from q27app import cli_bench_http, cli_bench_model  # noqa: F401  they add their commands to the group
+
+
+_add_commands()

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
 import click
 
-from q27app.errors import EngineDied, Q27Error, Unreachable
+from q27app.errors import EngineDied, Unreachable
+
+if TYPE_CHECKING:
+    from q27app.child_daemon import ChildDaemon
 
 QUESTION = "What are you, and does everything work?"
-START_LIMIT_S = 300.0
-STOP_LIMIT_S = 15.0
 
 
 @click.command()
@@ -73,76 +68,22 @@ def demo(backend: str) -> None:
     Starts the daemon on a free loopback port, asks over HTTP, streams the answer, prints its speed, stops the daemon. No
     configuration is read, so that the demo works the same everywhere.
     """
-    with tempfile.TemporaryDirectory(prefix="q27app-demo-") as folder:
-        log = Path(folder) / "log"
-        port = _free_port()
-        with log.open("wb") as log_file:
-            daemon = _start(Path(folder), port, backend, log_file)
-        try:
-            click.echo(f"Starting the daemon with the demo model on http://127.0.0.1:{port} ...", err=True)
-            _wait_ready(daemon, port, log)
-            click.echo(f"> {QUESTION}", err=True)
-            _ask(port, log)
-        finally:
-            _stop(daemon)
+    from q27app.child_daemon import ChildDaemon
+
+    daemon = ChildDaemon({"model.path": "demo", "model.backend": backend})
+    click.echo(f"Starting the daemon with the demo model on {daemon.url} ...", err=True)
+    with daemon:
+        click.echo(f"> {QUESTION}", err=True)
+        _ask(daemon)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _start(folder: Path, port: int, backend: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    from q27app.config import child_environment, variable
-
-    (folder / "config.toml").write_text("")
-    package_folder = str(Path(__file__).resolve().parents[1])  # this very package, whatever the working directory holds
-    command = [sys.executable, "-P", "-m", "q27app", "serve", "--model", "demo", "--host", "127.0.0.1", "--port", str(port),
-               "--backend", backend]
-    search_path = os.pathsep.join(filter(None, [package_folder, variable("PYTHONPATH")]))
-    environment = child_environment({"Q27APP_CONFIG": str(folder / "config.toml"), "NOTIFY_SOCKET": "",
-                                     "PYTHONPATH": search_path}, settings=False)
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-
-
-def _wait_ready(daemon: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    limit = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < limit:
-        if daemon.poll() is not None:
-            raise _DaemonEnded(daemon.returncode, log)
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/ready")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(0.1)
-    raise Unreachable(f"the demo daemon was not ready after {START_LIMIT_S:.0f} s. Its last words:\n{_tail(log)}")
-
-
-class _DaemonEnded(Q27Error):
-    """The demo's daemon stopped by itself; leaves with the same exit code."""
-
-    def __init__(self, code: int, log: Path) -> None:
-        super().__init__(f"the demo daemon ended with exit code {code}. Its last words:\n{_tail(log)}")
-        self.exit_code = code if 0 < code < 128 else EngineDied.exit_code
-
-
-def _tail(log: Path, num_lines: int = 12) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-def _ask(port: int, log: Path) -> None:
+def _ask(daemon: ChildDaemon) -> None:
     """Stream one answer to standard output, then its speed."""
     started = time.monotonic()
     first_at: float | None = None
     usage: dict[str, int] = {}
-    for event in _stream(port, {"model": "demo", "stream": True, "stream_options": {"include_usage": True},
-                                "messages": [{"role": "user", "content": QUESTION}]}, log):
+    for event in _stream(daemon, {"model": "demo", "stream": True, "stream_options": {"include_usage": True},
+                                "messages": [{"role": "user", "content": QUESTION}]}):
         usage = event.get("usage") or usage
         for choice in event.get("choices", []):
             text = choice.get("delta", {}).get("content")
@@ -158,9 +99,9 @@ def _ask(port: int, log: Path) -> None:
     click.echo(f"{count} tokens, {rate:.1f} tokens/s, first after {(first_at - started) * 1e3:.0f} ms.")
 
 
-def _stream(port: int, body: dict, log: Path) -> Iterator[dict]:
+def _stream(daemon: ChildDaemon, body: dict) -> Iterator[dict]:
     """The data objects of a streamed chat completion. Raises Q27Error with the daemon's answer if it is no stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=60)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -173,15 +114,7 @@ def _stream(port: int, body: dict, log: Path) -> Iterator[dict]:
                     raise EngineDied(f"the demo daemon broke off: {event['error']}")
                 yield event
     except (OSError, http.client.HTTPException) as error:
-        raise Unreachable(f"the demo daemon broke off: {error!r}. Its last words:\n{_tail(log)}") from error
+        raise Unreachable(f"the demo daemon broke off: {error!r}. Its last words:\n{daemon.last_words()}") from error
     finally:
         connection.close()
 
-
-def _stop(daemon: subprocess.Popen[bytes]) -> None:
-    daemon.terminate()
-    try:
-        daemon.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        daemon.kill()
-        daemon.wait()

@@ -46,17 +46,18 @@ def base_url(host: str, port: int) -> str:
 
 
 class Client:
-    """Talks to the daemon at `url` (no trailing /v1). key: sent if not ""."""
+    """Talks to the daemon at `url`, with or without /v1 at its end. key: sent if not "". silence_s: see SILENCE_TIMEOUT_S."""
 
-    def __init__(self, url: str, key: str = "") -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str = "", silence_s: float = SILENCE_TIMEOUT_S) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._silence_s = silence_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._silence_s)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         return self
 
@@ -101,22 +102,31 @@ class Client:
         """Stream an answer. fields: further members of the request (model, max_tokens, temperature, tools...)."""
         body = {"messages": messages, **fields, "stream": True, "stream_options": {"include_usage": True}}
         finish = ""
-        async for _, data in self._events("POST", "/v1/chat/completions", body):
-            if data == "[DONE]":
-                return
-            if not data:
+        async for chunk in self.chunks("/v1/chat/completions", body):
+            if not chunk:
                 yield Piece("ping")
                 continue
-            chunk = _loads(data)
-            if "error" in chunk:
-                raise _error_from(500, chunk)
             for choice in chunk.get("choices") or []:
-                for piece in _pieces(choice.get("delta") or {}):
+                for piece in pieces(choice.get("delta") or {}):
                     yield piece
                 finish = choice.get("finish_reason") or finish
             if chunk.get("usage"):
                 yield Piece("finish", finish=finish, usage=chunk["usage"])
+
+    async def chunks(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The objects of a stream of OpenAI's, as they come; {} for a ping. Raises what the server says went wrong."""
+        async for _, data in self._events("POST", path, body):
+            if data == "[DONE]":
+                return
+            chunk = _loads(data) if data else {}
+            if "error" in chunk:
+                raise _error_from(500, chunk, f"POST {self.url}{path}")
+            yield chunk
         raise Unreachable(f"{self.url}: the answer broke off.", "Look at the daemon's log.")
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer to a request without stream. Waits as long as it takes."""
+        return await self._object("POST", path, body, is_patient=True)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """What happens in the daemon, the latest events first, then as it happens."""
@@ -132,10 +142,10 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=None if is_patient else 30.0, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._open().request(method, self.url + path, json=body, timeout=timeout) as response:
-                value = _loads(await response.text())
+                text = await response.text()
                 if response.status >= 400 and response.status not in accept:
-                    raise _error_from(response.status, value)
-                return value
+                    raise _refusal(response.status, text, f"{method} {self.url}{path}")
+                return _loads(text)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
@@ -146,7 +156,7 @@ class Client:
         try:
             async with self._open().request(method, self.url + path, json=body) as response:
                 if response.status >= 400:
-                    raise _error_from(response.status, _loads(await response.text()))
+                    raise _refusal(response.status, await response.text(), f"{method} {self.url}{path}")
                 async for event in _parse_events(response.content.iter_any()):
                     yield event
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -177,8 +187,9 @@ async def _parse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[str
             yield name, "\n".join(line[5:].removeprefix(" ") for line in lines if line.startswith("data:"))
 
 
-def _pieces(delta: dict[str, Any]) -> list[Piece]:
-    pieces = [
+def pieces(delta: dict[str, Any]) -> list[Piece]:
+    """The parts of one delta of a chat stream."""
+    found = [
         Piece(kind, delta[key])
         for kind, key in (("reasoning", "reasoning_content"), ("text", "content"))
         if delta.get(key)
@@ -191,8 +202,8 @@ def _pieces(delta: dict[str, Any]) -> list[Piece]:
             "name": function.get("name", ""),
             "arguments": function.get("arguments", ""),
         }
-        pieces.append(Piece("call", call=call))
-    return pieces
+        found.append(Piece("call", call=call))
+    return found
 
 
 def _loads(text: str) -> dict[str, Any]:
@@ -205,10 +216,21 @@ def _loads(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _error_from(status: int, body: dict[str, Any]) -> Q27Error:
+def _refusal(status: int, text: str, asked: str) -> Q27Error:
+    """The error in the body of a refusal, whoever's it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    return _error_from(status, value if isinstance(value, dict) else {}, asked)
+
+
+def _error_from(status: int, body: dict[str, Any], asked: str) -> Q27Error:
     detail = body.get("error")
     message = detail.get("message", "") if isinstance(detail, dict) else ""
-    message = message or body.get("reason") or f"the daemon answered with status {status}."
+    message = message or body.get("reason") or f"{asked} was answered with status {status}."
     kinds = {401: Unauthorized, 403: Forbidden, 404: NotFound, 503: Overloaded, 529: Overloaded}
+    hints = {401: "Give the key that the server wants.", 403: "Give a key that may do this.",
+             404: "Is the address right, and is it a server of OpenAI's dialect?"}
     kind = kinds.get(status) or (BadRequest if 400 <= status < 500 else Q27Error)
-    return kind(message)
+    return kind(str(message)[:2000], hints.get(status, ""))

@@ -115,3 +115,7 @@ class DraftNext(ctypes.Structure):
 
 class Accept(ctypes.Structure):
     _fields_ = _fields(p="drawn tokens row_starts logit_rows accepted", i="num_seqs n")
+
+
+class Peaks(ctypes.Structure):
+    _fields_ = _fields(p="data out", l="words", i="rounds")

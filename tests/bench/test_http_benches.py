@@ -1,0 +1,202 @@
+"""Benchmarks over HTTP against a server whose answers are known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from q27app.bench.prompts import filler, haystack, needle
+from q27app.bench.soak import summary
+from q27app.cli import run
+
+from .openai_double import OpenAIDouble
+
+SPEED = ["--depths", "0,300", "--depth-runs", "2", "--tokens", "4", "--runs", "2", "--warmups", "1", "--max-tokens", "5", "--pause", "0"]
+
+
+def bench(capfd, *arguments: str) -> dict:
+    """The JSON of a successful benchmark."""
+    code = run(["bench", *arguments, "--json"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_speed_reads_prompts_cold_and_warm(capfd, tmp_path):
+    with OpenAIDouble(delay_s=0.01) as server:
+        report = bench(capfd, "speed", "--url", f"it={server.url}/v1", *SPEED, "--csv", str(tmp_path / "t.csv"))
+    rows = {row["test"]: row for row in report["rows"]}
+    assert set(rows) == {"narrative", "code", "depth 0", "depth 300"}
+    deep = rows["depth 300"]
+    assert (deep["runs"], deep["server"], deep["num_tokens"]) == (2, "it", 4)
+    assert deep["reuse_percent"] > 99 and deep["num_prompt"] == pytest.approx(300, rel=0.1)
+    assert 10 < deep["decode_per_s"] < 105
+    assert report["stamp"]["command"].startswith("q27app ") and report["stamp"]["version"]
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text())))
+    assert [line["test"] for line in lines] == list(rows)
+
+
+def test_no_two_texts_of_a_measurement_are_alike(capfd):
+    with OpenAIDouble() as server:
+        bench(capfd, "speed", "--url", server.url, *SPEED)
+        texts = [body["messages"][0]["content"] for body in server.bodies if body["max_tokens"] == 4]
+    assert len(texts) == 8 and len({text[:25] for text in texts}) == 4
+
+
+def test_a_server_without_usage_has_its_pieces_counted(capfd):
+    with OpenAIDouble(tells_usage=False) as server:
+        report = bench(capfd, "speed", "--url", server.url, *SPEED)
+    row = report["rows"][-1]
+    assert (row["num_tokens"], row["is_counted"], row["num_prompt"], row["prefill_per_s"]) == (4, False, None, None)
+
+
+def test_two_servers_share_a_table(capfd):
+    with OpenAIDouble() as first, OpenAIDouble() as second:
+        report = bench(capfd, "concurrency", "--url", f"a={first.url}", "--url", f"b={second.url}", "--streams", "1,3", "--tokens", "4")
+    assert [(row["server"], row["streams"], row["num_tokens"]) for row in report["rows"]] == [
+        ("a", 1, 4), ("a", 3, 12), ("b", 1, 4), ("b", 3, 12)]
+    assert [row["errors"] for row in report["rows"]] == [0] * 4
+
+
+def test_turns_send_back_what_was_said(capfd):
+    with OpenAIDouble() as server:
+        report = bench(capfd, "turns", "--url", server.url, "--turns", "3", "--pause", "0", "--scale", "0.1", "--tokens", "3")
+        last = server.bodies[-1]["messages"]
+    assert [message["role"] for message in last] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert last[2]["content"] == "word0 word1 word2 "
+    prompts = [row["num_prompt"] for row in report["rows"]]
+    assert prompts == sorted(set(prompts)) and report["totals"][0]["turns"] == 3
+
+
+def test_a_transcript_is_the_same_for_the_same_seed(capfd):
+    def transcript(seed: str) -> list:
+        with OpenAIDouble() as server:
+            bench(capfd, "turns", "--url", server.url, "--turns", "3", "--pause", "0", "--seed", seed)
+            return [body["messages"] for body in server.bodies]
+
+    assert transcript("4") == transcript("4") != transcript("5")
+
+
+def test_needle_scores_what_is_found(capfd):
+    def find(body: dict) -> list[str]:
+        text = body["messages"][0]["content"]
+        fact = re.search(r"Remember: .* is (\d{5})", text)
+        return [fact[1] if fact and len(text) < 6000 else "no idea"]
+
+    with OpenAIDouble(answer=find) as server:
+        report = bench(capfd, "needle", "--url", server.url, "--lengths", "500,2000", "--depths", "0,100", "--trials", "2")
+    assert [(row["length"], row["right_percent"], row["trials"]) for row in report["rows"]] == [(500, 100.0, 4), (2000, 0.0, 4)]
+
+
+def test_a_needle_stands_where_it_is_wanted():
+    for depth, low, high in ((0.0, 0.0, 0.1), (0.5, 0.4, 0.6), (1.0, 0.9, 1.0)):
+        found = needle(3)
+        text = haystack(3, 5000, depth, found)[0]["content"]
+        assert text.count(found.answer) == 1 and low <= text.index(found.fact) / len(text) <= high
+    assert filler(1, 300)[:20] != filler(2, 300)[:20]
+
+
+def test_soak_says_what_went_wrong(capfd):
+    with OpenAIDouble() as server:
+        clean = bench(capfd, "soak", "--url", server.url, "--answers", "6", "--minutes", "1", "--streams", "2")["rows"][0]
+    with OpenAIDouble(answer=lambda body: [" "]) as server:
+        silent = bench(capfd, "soak", "--url", server.url, "--answers", "4", "--minutes", "1")["rows"][0]
+    with OpenAIDouble(fail_after=3) as server:
+        assert run(["bench", "soak", "--url", server.url, "--minutes", "1", "--streams", "1", "--json"]) == 1
+    failed = json.loads(capfd.readouterr().out)
+    assert (clean["verdict"], clean["empty"], clean["errors"]) == ("clean", 0, 0) and clean["answers"] >= 6
+    assert "silent-empty" in silent["verdict"]
+    assert failed["rows"][0]["errors"] == 5 and "errors" in failed["rows"][0]["verdict"]
+    assert "Incomplete" in failed["notes"][-1]
+
+
+@pytest.mark.parametrize("speed, process, card, verdict", [
+    ((50, 49), (1e9, 1.02e9), (1e10, 1.001e10), "clean"), ((50, 40), (1e9, 1e9), (None, None), "slows"),
+    ((50, 50), (1e9, 1.2e9), (None, None), "grows"), ((50, 50), (1e8, 1.3e8), (1e10, 1.05e10), "grows"),
+    ((50, 50), (1e8, 1.3e8), (1e10, 1e10), "clean"),
+])
+def test_a_soaks_verdict_follows_from_its_quarters(speed, process, card, verdict):
+    rows = []
+    for second in range(0, 1001, 10):
+        late = second > 500
+        rows.append({"kind": "answer", "elapsed": second, "decode_per_s": speed[late], "is_empty": False, "num_cached": 5, "num_prompt": 10})
+        rows.append({"kind": "memory", "elapsed": second, "process_bytes": process[late], "card_bytes": card[late]})
+    found = summary(rows)
+    assert found["verdict"] == verdict and found["reuse_percent"] == 50
+    assert found["retention_percent"] == pytest.approx(100 * speed[1] / speed[0])
+
+
+def test_canonical_compares_with_what_a_server_says(capfd):
+    with OpenAIDouble() as server:
+        answer = bench(capfd, "canonical", "--url", server.url)
+        again = bench(capfd, "canonical", "--url", server.url, "--expect", answer["md5_text"].upper())
+        assert run(["bench", "canonical", "--url", server.url, "--expect", "0" * 32, "--json"]) == 1
+    assert answer["num_tokens"] == 128 and again["is_equal"] is True
+
+
+@pytest.mark.parametrize("abilities, code, message", [
+    ({"has_logprobs": False}, 0, "no log probabilities"),
+    ({"takes_ids": False}, 1, "refuses a prompt of token ids"),
+])
+def test_canonical_explains_what_a_server_lacks(capfd, abilities, code, message):
+    with OpenAIDouble(**abilities) as server:
+        assert run(["bench", "canonical", "--url", server.url]) == code
+    out, err = capfd.readouterr()
+    assert message in out + err
+
+
+def test_a_wrong_key_and_the_right_one(capfd, tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    with OpenAIDouble(key="secret") as server:
+        assert run(["bench", "speed", "--url", server.url, "--key", "other"]) == 1
+        assert "--key" in capfd.readouterr().err
+        bench(capfd, "concurrency", "--url", server.url, "--streams", "1", "--key", f"@{tmp_path / 'key'}")
+
+
+def test_nobody_there_and_no_such_path(capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert run(["bench", "speed", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"]) == 7
+    assert "does not answer" in capfd.readouterr().err
+    with OpenAIDouble() as server:
+        assert run(["bench", "speed", "--url", f"{server.url}/elsewhere"]) == 1
+    assert "/v1/models" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--depths", "1,x"], ["--prompts", "poem"], ["--url", "a=http://x", "--url", "a=http://y"],
+                                       ["--serve", "demo,speed=9"], ["--plot", "picture.bmp"]])
+def test_wrong_usage_is_refused_before_anything_is_asked(capfd, arguments):
+    assert run(["bench", "speed", *arguments]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_without_repeating(tmp_path, capfd, how):
+    out = tmp_path / "journal"
+    command = ["turns", "--turns", "8", "--pause", "0", "--tokens", "4", "--scale", "0.1", "--out", str(out)]
+    with OpenAIDouble(delay_s=0.02) as server:
+        command += ["--url", f"it={server.url}"]
+        child = subprocess.Popen([sys.executable, "-m", "q27app", "bench", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while len(server.bodies) < 4 and child.poll() is None:
+            time.sleep(0.01)
+        os.kill(child.pid, how)
+        printed, complaint = child.communicate(timeout=30)
+        measured = out.read_bytes().count(b'"key": "it|turn')
+        assert 3 <= measured < 8 and b"Traceback" not in complaint
+        if how != signal.SIGKILL:
+            assert child.returncode == 130 and b"Incomplete" in printed
+        before = len(server.bodies)
+        report = bench(capfd, *command)
+        asked = len(server.bodies) - before
+    assert [row["turn"] for row in report["rows"]] == list(range(1, 9))
+    assert asked == 8 - measured + 1, "one unmeasured request brings the earlier turns back"
