@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 14, 256: 20, 512: 30, 1024: 14, 2048: 6, 4096: 11, 8192: 5}
-"""Length class -> its share of the steps, percent."""
+SHARES = {128: 12, 256: 19, 512: 29, 1024: 15, 2048: 7, 4096: 12, 8192: 6}
+EARLY_SHARES = {128: 14, 256: 24, 512: 36, 1024: 16, 2048: 5, 4096: 4, 8192: 1}
+"""Length class -> its share of the steps, percent; early: until EARLY of the run."""
+EARLY = 0.25
 XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")
 REPEAT_WEIGHT = 0.25
@@ -86,9 +88,9 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
     from q27app.chat.tokenizer import Tokenizer
 
     renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
-    lengths, shares = list(SHARES), list(SHARES.values())
     while True:
-        length = rng.choices(lengths, shares)[0]
+        shares = EARLY_SHARES if share.value < EARLY else SHARES
+        length = rng.choices(list(shares), list(shares.values()))[0]
         alone = next(chance for until, chance in REPEAT_BATCHES if share.value <= until)
         if length <= REPEAT_LENGTH and rng.random() < alone:
             out.put(repeat_batch(rng, renderer, length, num_tokens))

@@ -1,29 +1,48 @@
 """Scores of the held-out sets by the argmax of every token of the last answer, given the tokens before it.
 
-Right means that all of them are the expected ones: what greedy decoding would write. Stricter than `q27app bench demo-eval`,
-which judges the answer's content. One forward pass an example, so it can be done while training.
+The examples are those of `q27app/data/demo_eval.jsonl.gz`. Right means that all tokens are the expected ones: what greedy decoding
+would write. Stricter than `q27app bench demo-eval`, which judges the answer's content. One forward pass for many examples, so it
+can be done while training.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from curriculum.held_out import held_out
+from curriculum.example import Step
 from curriculum.mix import Conversation
 from curriculum.render import Renderer
 from model import Network
 
 MAX_TOKENS = 65536
+SETS = Path(__file__).resolve().parents[1] / "q27app" / "data" / "demo_eval.jsonl.gz"
+
+
+def held_out(count: int) -> list[tuple[str, str, Conversation]]:
+    """(task, split, whole conversation): the first `count` of each task and split."""
+    found, seen = [], defaultdict(int)
+    for line in gzip.decompress(SETS.read_bytes()).splitlines():
+        case = json.loads(line)
+        key = case["task"], case["split"]
+        seen[key] += 1
+        if seen[key] <= count:
+            messages = [*case["messages"], case["expected"]]
+            system = messages.pop(0)["text"] if messages[0]["role"] == "system" else None
+            steps = tuple(Step(entry["role"], entry["text"], entry.get("reasoning"), tuple(entry.get("calls", ()))) for entry in messages)
+            found.append((*key, Conversation(system, tuple(case["tools"]), steps)))
+    return found
 
 
 def rendered(renderer: Renderer, count: int, dialect: str) -> list[tuple[str, str, np.ndarray, int]]:
     """(task, split, ids, where the last answer begins)."""
     found = []
-    for task, split, example in held_out(count):
-        conversation = Conversation(example.system, example.tools, example.steps)
+    for task, split, conversation in held_out(count):
         ids, weights = renderer.training(conversation, dialect)
         written = weights == 1.0
         last = int(np.flatnonzero(~written[:int(np.flatnonzero(written)[-1])])[-1]) + 1

@@ -45,7 +45,7 @@ DRAFT_EVERY = 2
 DRAFT_PART = 2
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
-SAVE_EVERY_S = 120
+SAVE_EVERY_S = 60
 
 
 def learning_rate(share: float) -> float:
@@ -97,6 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=12.0, help="whole run, resumed parts together")
+    parser.add_argument("--until", type=float, default=float("inf"), metavar="EPOCH", help="clock at which the run is over, whatever --minutes says")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of this part; the run resumes later")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -136,6 +137,12 @@ class Run:
             self.network.load_state_dict(saved["weights"])
             self.used_before, self.step = saved["used_seconds"], saved["step"]
         self.started = time.monotonic()
+        self.total = 60.0 * options.minutes
+
+    def begin(self) -> None:
+        """Start the clock; a run that must end earlier than planned has its rates fall earlier too."""
+        self.started = time.monotonic()
+        self.total = max(1.0, min(60.0 * self.options.minutes, self.used_before + self.options.until - time.time()))
 
     def _load(self) -> None:
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=False)
@@ -147,6 +154,14 @@ class Run:
     @property
     def used(self) -> float:
         return self.used_before + time.monotonic() - self.started
+
+    def _warm_up(self, source: BatchSource) -> None:
+        """Fuse what is to be fused before the clock starts: gradients of a step with drafts and one without, no update."""
+        tokens, weights = (part.to(self.device) for part in source.next())
+        for depths in (DRAFT_DEPTHS, 0) if self.options.compile else ():
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+                sum(losses_of(self.network, tokens.view(-1, 256), weights.view(-1, 256), depths)).backward()
+            self.network.zero_grad(set_to_none=True)
 
     def train_step(self, tokens: torch.Tensor, weights: torch.Tensor, share: float) -> list[torch.Tensor]:
         """One update; its losses, not yet waited for."""
@@ -176,13 +191,14 @@ class Run:
         if options.compile:
             self.network.compile_parts()
         random.seed(options.seed + self.step)
-        source.next()
-        self.started = saved_at = time.monotonic()
+        self._warm_up(source)
+        self.begin()
+        saved_at = time.monotonic()
         first_step, timings = self.step, {}
         with (options.out / "loss.csv").open("a", newline="") as log_file:
             log = csv.writer(log_file)
             while True:
-                share = self.used / (60 * options.minutes)
+                share = self.used / self.total
                 if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after:
                     break
                 before, source.share.value = time.monotonic(), min(share, 1.0)
@@ -202,6 +218,7 @@ class Run:
                 timings.setdefault((tokens.shape[1], len(losses) - 1), []).append(time.monotonic() - before)
                 if time.monotonic() - saved_at > SAVE_EVERY_S:
                     save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
+                    save_half(options.out / "half.pt", self.network, self.used, self.step)
                     saved_at = time.monotonic()
         save(self.checkpoint, self.network, self.optimizers, self.used, self.step)
         save_half(options.out / "half.pt", self.network, self.used, self.step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 
-from curriculum.example import Example, Step, ask
+from curriculum.example import Example, Step, ask, is_held_out
 from curriculum.phrases import COPY, JSON, PULL, RECALL, SAME, THIS, copy_request
 from curriculum.pools import code, excerpt, paragraph
 from curriculum.random_words import any_code, any_id, any_name, any_record, any_text, any_word, short_value, words
@@ -63,6 +63,8 @@ def layout(rng: random.Random, wish: str, body: str) -> str:
 
 def random_copying(rng: random.Random) -> Example:
     text = any_text(rng)
+    while is_held_out(text):
+        text = any_text(rng)
     kind = rng.random()
     if kind < 0.25:
         question = copy_request(rng, text)
@@ -191,6 +193,8 @@ def short_recall(rng: random.Random) -> Example:
 def random_extraction(rng: random.Random) -> Example:
     """Keys and values in any shape; the answer is JSON with the keys that are asked for, in their order."""
     record = any_record(rng, 1, 6)
+    while is_held_out(record):
+        record = any_record(rng, 1, 6)
     shape = rng.choice(("the {k} is {v}", "{k}: {v}", "{k} {v}", "{v} is the {k}", "with {k} {v}", "{k} = {v}", "{v} ({k})", "{v} as {k}", "{k} {w} {v}",
                         "{w} {k} {v}", "{v} {w} {k}", "{v} {k}", "{w} {v} {w} {k}"))
     told = [_filled(rng, shape, k=key, v=value if isinstance(value, str) else json.dumps(value)) for key, value in rng.sample(list(record.items()), len(record))]
