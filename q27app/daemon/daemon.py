@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from q27app.chat.tokenizer import Tokenizer
     from q27app.config import Config
     from q27app.engine.engine import Engine
+    from q27app.engine.request import RequestStats
 
 log = logging.getLogger("q27app.requests")
 
@@ -189,14 +190,12 @@ class Daemon:
         """Close the record: metrics, one log line, one event, and its file where requests are captured."""
         del self.active[record.id]
         self._count(record)
-        fields = record.to_dict()
+        fields = record.to_dict() | _ending(record.stats)
         if self.capture is not None:
             kept = {**fields, "received": round(time.time() - fields["age_s"], 3), "seed": record.seed,
                     "missed": record.missed, "body": record.body}
             self.executor.submit(self.capture.write, record.id, kept)
         self.hub.publish("request", **fields)
-        stats = record.stats
-        accepted = stats.num_accepted / stats.num_steps if stats is not None and stats.num_steps else 0.0
         line = {
             "id": record.id,
             "api": record.dialect,
@@ -210,7 +209,7 @@ class Daemon:
             "rescued": ",".join(f"{mode}:{count}" for mode, count in sorted(record.rescues.items())) or 0,
             "first_token_ms": fields["first_token_ms"],
             "tok/s": fields["tokens_per_s"],
-            "accepted/step": round(accepted, 2),
+            "accepted/step": fields["accepted_per_step"],
             "seed": record.seed,
             "finish": record.finish,
         }
@@ -263,6 +262,18 @@ class Daemon:
         if status.state == "ready" and age > HEARTBEAT_LIMIT_S:
             return f"the engine thread has given no sign of life for {age:.0f} s (limit {HEARTBEAT_LIMIT_S:.0f} s)."
         return ""
+
+
+def _ending(stats: RequestStats | None) -> dict[str, Any]:
+    """What is known of a request only after it: drafts, and what of its prompt was reused, from where, or why not."""
+    if stats is None:
+        return {"accepted_per_step": 0.0}
+    figures: dict[str, Any] = {"accepted_per_step": round(stats.num_accepted / max(1, stats.num_steps), 2)}
+    for name in ("queue_ms", "prefill_ms", "decode_ms"):
+        figures[name] = _rounded(getattr(stats, name, None))
+    if stats.reuse is not None:
+        figures |= {"reuse_from": stats.reuse.kind, "reuse_possible": stats.reuse.possible, "reuse_missed": stats.reuse.reason}
+    return figures
 
 
 def _open_capture(config: Config) -> Capture | None:

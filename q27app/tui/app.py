@@ -50,7 +50,7 @@ class Q27App(App[None]):
     TITLE = "q27app"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[Any]] = [("q", "leave", "Quit"), ("question_mark", "help", "Help"), ("f1", "help", "Help")]
-    SCREEN_NAMES = ("monitor", "chat", "models", "logs")
+    SCREEN_NAMES = ("monitor", "chat", "models", "logs", "doctor")
 
     def __init__(self, url: str, key: str = "", starter: Starter | None = None, *, is_ascii: bool = False, in_tmux: bool = False,
                  first: str = "monitor", history_path: Path | None = None, interval_s: float = INTERVAL_S,
@@ -192,6 +192,10 @@ class Q27App(App[None]):
             from q27app.tui.screens.logs import Logs
 
             return Logs()
+        if name == "doctor":
+            from q27app.tui.screens.doctor import Doctor
+
+            return Doctor()
         return Monitor()
 
     def go(self, name: str) -> None:

@@ -123,10 +123,10 @@ def _curved(name: str, text: str, trend: list[float | None], top: float | None, 
 def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: Marks, failure: str = "") -> list[Line]:
     """What the engine does and has done; failure: why nothing is known of it."""
     if snapshot is None:
-        return [[(piece, "bad")] for piece in _wrapped(failure, width)] or [[("no data yet", "dim")]]
+        return [[(piece, "bad")] for piece in wrapped(failure, width)] or [[("no data yet", "dim")]]
     lines: list[Line] = []
     if snapshot.error:
-        lines += [[(piece, "bad")] for piece in _wrapped(f"{snapshot.state}: {snapshot.error}", width)[:4]]
+        lines += [[(piece, "bad")] for piece in wrapped(f"{snapshot.state}: {snapshot.error}", width)[:4]]
     if snapshot.state == "loading":
         text = f" {snapshot.load_progress:.0%}"
         bar = marks.bar([snapshot.load_progress], max(4, width - LABEL_WIDTH - len(text)))
@@ -142,7 +142,8 @@ def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: M
     lines.append(labelled("reused", (figures.percent(snapshot.reused_share), ""), (" of prompt tokens", "dim")))
     drafted = count(counters, "drafted_tokens")
     lines.append(labelled("drafts", (figures.percent(snapshot.accepted_share), ""),
-                          (f" of {figures.short(drafted)} accepted" if drafted else " none drafted", "dim")))
+                          (" accepted" if drafted else " none drafted", "dim"), *_per_step(snapshot)))
+    lines += _ranked("hits", snapshot.hits, width) + _ranked("misses", snapshot.misses, width)
     lines.append(labelled("done", (f"{count(counters, 'requests'):,}", ""), (" requests, ", "dim"),
                           (f"{figures.short(count(counters, 'generated_tokens'))}", ""), (" tokens", "dim")))
     num_errors = count(counters, "errors")
@@ -157,7 +158,24 @@ def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: M
     return lines
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _per_step(snapshot: Snapshot) -> Line:
+    accepted = snapshot.accepted_per_step
+    return [] if accepted is None else [(", ", "dim"), (f"{accepted:.1f}", ""), (" a step", "dim")]
+
+
+def _ranked(name: str, counts: list[tuple[str, int]], width: int) -> list[Line]:
+    """One line of as many of the counts as fit: how prompts found computed state, or why they did not."""
+    line = labelled(name)
+    for what, times in counts:
+        spans: Line = [(", " if len(line) > 1 else "", "dim"), (f"{what} ", "dim"), (f"{times:,}", "")]
+        if width_of(line + spans) > width:
+            break
+        line += spans
+    return [line] if len(line) > 1 else []
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A text in lines of a width, broken at blanks."""
     import textwrap
 
     return textwrap.wrap(text, max(10, width))

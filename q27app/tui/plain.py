@@ -29,7 +29,9 @@ def status_lines(snapshot: Snapshot, address: str) -> list[str]:
         ("decode", f"{figures.rate(number(rates, 'decode_tokens_per_s'))} tokens/s"),
         ("prefill", f"{figures.rate(number(rates, 'prefill_tokens_per_s'))} tokens/s"),
         ("reused", f"{figures.percent(snapshot.reused_share)} of prompt tokens"),
-        ("drafts", f"{figures.percent(snapshot.accepted_share)} accepted"),
+        ("hits", _counts(snapshot.hits)),
+        ("misses", _counts(snapshot.misses)),
+        ("drafts", f"{figures.percent(snapshot.accepted_share)} accepted, {figures.rate(snapshot.accepted_per_step)} a step"),
         ("requests", f"{count(counters, 'requests'):,} taken, {count(counters, 'errors'):,} failed, "
                      f"{count(counters, 'cancels'):,} stopped, {count(counters, 'refusals'):,} refused"),
         ("waiting", f"{snapshot.num_waiting}"),
@@ -39,6 +41,10 @@ def status_lines(snapshot: Snapshot, address: str) -> list[str]:
         lines.append((place, f"{row.state}, {row.client or 'unknown client'}, {row.num_context:,} tokens of context, "
                              f"{figures.rate(row.tokens_per_s)} tokens/s, {figures.duration(row.age_s)}, id {row.id}"))
     return [f"{name + ':':<16} {value}" for name, value in lines]
+
+
+def _counts(counts: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {times:,}" for name, times in counts) or "none"
 
 
 def _card_words(card: Mapping[str, Any]) -> str:

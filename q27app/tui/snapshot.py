@@ -170,12 +170,40 @@ class Snapshot:
         return count(self.counters, "accepted_tokens") / drafted if drafted else None
 
     @property
+    def accepted_per_step(self) -> float | None:
+        """Draft tokens that were right, for each step that drafted; None while none did."""
+        sources = [value for value in list(mapping(mapping(self.engine, "drafts"), "sources").values())[:8]
+                   if isinstance(value, Mapping)]
+        num_steps = sum(sum(_ints(source, "drafted")[:1]) for source in sources)
+        return sum(sum(_ints(source, "accepted")) for source in sources) / num_steps if num_steps else None
+
+    @property
+    def hits(self) -> list[tuple[str, int]]:
+        """(where the reused state lay, how often), the most frequent first."""
+        return _ranked(mapping(mapping(self.engine, "cache"), "hits"))
+
+    @property
+    def misses(self) -> list[tuple[str, int]]:
+        """(why what had been computed was computed again, how often), the most frequent first."""
+        return _ranked(mapping(mapping(self.engine, "cache"), "misses"))
+
+    @property
     def rows(self) -> list[Row]:
         """Running requests by slot, then waiting ones, the oldest first."""
         running = {clean(entry.get("id")): entry for entry in mappings(self.engine, "running")}
         rows = [_row(request, running.pop(clean(request.get("id")), EMPTY)) for request in mappings(self.raw, "requests")]
         rows += [_row(EMPTY, entry) for entry in running.values()]
         return sorted(rows, key=lambda row: (row.slot is None, row.slot or 0, -row.age_s))
+
+
+def _ints(source: Mapping[str, Any], key: str) -> list[int]:
+    value = source.get(key)
+    return [max(0, entry) for entry in value[:64] if type(entry) is int] if isinstance(value, list) else []
+
+
+def _ranked(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
+    found = [(clean(name, 16).replace("_", " "), count(counts, name)) for name in list(counts)[:16]]
+    return sorted((entry for entry in found if entry[1]), key=lambda entry: -entry[1])
 
 
 def _row(request: Mapping[str, Any], running: Mapping[str, Any]) -> Row:

@@ -277,3 +277,22 @@ def test_the_url_of_an_open_address_is_a_loopback_one():
     assert base_url("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert base_url("::", 1) == "http://[::1]:1"
     assert base_url("192.168.1.5", 1) == "http://192.168.1.5:1"
+
+
+async def test_the_event_of_a_request_says_what_was_reused_and_why_not(start):
+    from dataclasses import replace
+
+    from q27app.engine.request import RequestStats, Reuse
+
+    running = await start()
+    told = []
+    running.daemon.hub.publish = lambda kind, **fields: told.append((kind, fields))
+    end = running.engine._end
+    reuse = Reuse(64, "disk", 500, "diverged", 100, 5, 6)
+    running.engine._end = lambda *rest: replace(
+        end(*rest), stats=RequestStats(num_prompt=9, num_generated=6, num_steps=2, num_accepted=4, queue_ms=1.234, reuse=reuse))
+    await running.post("/v1/completions", {"prompt": "hi", "max_tokens": 3})
+    await running.quiet()
+    (fields,) = (fields for kind, fields in told if kind == "request")
+    wanted = {"accepted_per_step": 2.0, "queue_ms": 1.23, "reuse_from": "disk", "reuse_possible": 500, "reuse_missed": "diverged"}
+    assert {name: fields[name] for name in wanted} == wanted

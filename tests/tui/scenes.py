@@ -25,6 +25,9 @@ COUNTERS = {
     "requests": 137, "prompt_tokens": 412_000, "cached_tokens": 1_830_000, "generated_tokens": 96_400, "drafted_tokens": 120_000,
     "accepted_tokens": 74_400, "steps": 41_000, "errors": 0, "cancels": 3, "refusals": 1,
 }
+DRAFTS = {"cap": 7, "sources": {"mtp": {"drafted": [24_000, 20_000, 18_000], "accepted": [19_000, 15_000, 13_000]},
+                                "suffix": {"drafted": [4_000, 4_000], "accepted": [3_600, 3_500]}}}
+CACHE = {"snapshots": 11, "hits": {"settled": 92, "system": 21, "disk": 4}, "misses": {"new": 14, "diverged": 5, "not_kept": 1}}
 LOG = [
     {"event": "log", "time": NOW - 300, "level": "info", "logger": "q27app.daemon", "message": "ready: a context of 65536 tokens"},
     {"event": "log", "time": NOW - 40, "level": "warning", "logger": "q27app.daemon", "message": "prefix diverged at token 4211"},
@@ -44,7 +47,8 @@ RECENT = [
 def status(**changes: Any) -> dict[str, Any]:
     """/status of an idle daemon, with changes: engine=..., requests=..., gpus=... and the like."""
     engine = {"state": "ready", "load_progress": 1.0, "error": None, "model": MODEL, "plan": PLAN, "running": [], "waiting": 0,
-              "counters": COUNTERS, "rates": {"prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}, "heartbeat_age_s": 0.5}
+              "counters": COUNTERS, "rates": {"prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}, "heartbeat_age_s": 0.5,
+              "drafts": DRAFTS, "cache": CACHE}
     engine |= changes.pop("engine", {})
     return {"version": "0.1.0", "boot_id": "b0", "model": "qwen", "uptime_s": 7_634.0, "is_draining": False, "max_context": 65_536,
             "requests": [], "engine": engine, "gpus": [CARD], "host": {"num_cpus": 16, "cpu_percent": 3.0, "memory_total": 64 * GB,

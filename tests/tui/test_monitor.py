@@ -134,7 +134,9 @@ async def test_hostile_values_do_not_reach_the_terminal(daemon_of, open_screens,
         daemon.status = scenes.status(
             model=evil, gpus=[{"name": evil, "memory_used": "many", "power_w": 1e400}, 7], host=3, uptime_s=None,
             requests=[{"id": 5, "client": evil, "phase": None, "num_prompt": -4, "age_s": float("nan")}, None],
-            engine={"running": "none", "counters": [], "rates": None, "model": {"name": evil}, "plan": {"weights": 10**40}})
+            engine={"running": "none", "counters": [], "rates": None, "model": {"name": evil}, "plan": {"weights": 10**40},
+                    "drafts": {"sources": {"a": 1, "b": {"drafted": [True, "x"], "accepted": 9}, evil: {"drafted": [2], "accepted": [-1]}}},
+                    "cache": {"hits": {evil: 3, "disk": "many"}, "misses": ["new"]}})
         async with open_screens(daemon, (120, 40)) as screens:
             assert "\x1b" not in screens.text and "\x07" not in screens.text
             assert "[red]x" in screens.text

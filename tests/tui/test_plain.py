@@ -30,7 +30,8 @@ def test_status_names_everything_in_words(scenes):
     lines = status_lines(Snapshot(scenes.SCENES["queue"]), "http://x")
     text = "\n".join(lines)
     for wanted in ("state:           ready", "memory KV:       8.6 GB", "28.4 of 34.2 GB, load 97 %, 448 W of 575 W, 71 C",
-                   "slot 0:          decode, claude-cli@127.0.0.1, 32,004 tokens", "waiting:         5", "queue:           queued"):
+                   "slot 0:          decode, claude-cli@127.0.0.1, 32,004 tokens", "waiting:         5", "queue:           queued", "hits:            settled 92, system 21, disk 4",
+                   "misses:          new 14, diverged 5, not kept 1", "62% accepted, 1.9 a step"):
         assert wanted in text
     assert all(line.isprintable() for line in lines)
 

@@ -75,6 +75,9 @@ class ListPanel(Widget, can_focus=True):
             super().__init__()
             self.panel, self.row = panel, row
 
+    class Moved(Message):
+        """Another row is chosen."""
+
     BINDINGS = [("up", "move(-1)"), ("down", "move(1)"), ("pageup", "move(-10)"), ("pagedown", "move(10)"),
                 ("home", "move(-1000000)"), ("end", "move(1000000)"), ("enter", "open")]
     cursor_key: reactive[Any] = reactive(None)
@@ -88,6 +91,10 @@ class ListPanel(Widget, can_focus=True):
         self._place: str | None = None
         self._shown: tuple[Any, ...] = ()
         self.border_title = title or None
+
+    def watch_cursor_key(self) -> None:
+        """Tell who shows more of the chosen row."""
+        self.post_message(self.Moved())
 
     def show(self, rows: Sequence[Any], empty: str | None = None) -> None:
         """The rows from now on."""
