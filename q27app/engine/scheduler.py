@@ -5,7 +5,7 @@
     prefilling  take turns, a chunk each. A chunk ends at an absolute multiple of the chunk size, at a stop that the prefix
                 cache asks for, or with the prompt
     running     a round gives each of them one pass; up to 16 rows go through one pass. Between two chunks of prefill lies
-                a whole round, so a running stream waits for at most one chunk
+                a whole round, so a running stream waits for at most one chunk, which is then short enough (`pace`)
 
 Owned by the engine thread. `finish` is the only way out for a sequence, and makes its one final event.
 """
@@ -24,6 +24,7 @@ from q27app.engine.block_pool import BlockPool, blocks_of
 from q27app.engine.cut import Cut
 from q27app.engine.drafter import Drafter
 from q27app.engine.masks import masks_for
+from q27app.engine.pace import PrefillPace
 from q27app.engine.prefix_cache import Match, PrefixCache
 from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs
 from q27app.engine.sequence import Sequence, Status
@@ -97,6 +98,7 @@ class Scheduler:
         self.events: deque[tuple[Sequence, TokenEvent]] = deque()
         self._round: deque[Sequence] = deque()
         self._is_prefill_next = True
+        self.pace = PrefillPace()
 
     @property
     def has_work(self) -> bool:
@@ -174,9 +176,10 @@ class Scheduler:
     def _prefill_work(self) -> Work:
         """The first one's next chunk, and the chunks of others that fit beside it whole."""
         parts: list[Part] = []
-        room = self.prefill_chunk
+        size = self.pace.chunk(self.prefill_chunk) if self.running else self.prefill_chunk
+        room = size
         for sequence in list(self.prefilling):
-            start, stop = sequence.num_computed, self._chunk_end(sequence)
+            start, stop = sequence.num_computed, self._chunk_end(sequence, size)
             is_alone = sequence.request.prompt_logits
             if stop - start > room or (parts and is_alone) or len(parts) == MAX_DECODE_ROWS:
                 break
@@ -190,9 +193,9 @@ class Scheduler:
                 self.prefilling.rotate(-1)
         return Work("prefill", parts)
 
-    def _chunk_end(self, sequence: Sequence) -> int:
+    def _chunk_end(self, sequence: Sequence, size: int) -> int:
         start, prompt = sequence.num_computed, sequence.num_prompt
-        size = BLOCK_POSITIONS if sequence.request.prompt_logits else self.prefill_chunk
+        size = BLOCK_POSITIONS if sequence.request.prompt_logits else size
         end = min(prompt, (start // size + 1) * size)
         return min([end, *(stop for stop in sequence.stops if start < stop)])
 

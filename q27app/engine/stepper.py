@@ -87,12 +87,17 @@ class Stepper:
         if work is not None:
             started = time.monotonic()
             self._run(work)
-            if self._drafter is not None and work.phase != "prefill":
-                rows = sum(len(part.tokens) for part in work.parts)
-                self._drafter.passed(rows, (time.monotonic() - started) * 1e3)
-            self._meter.count_pass(work.phase == "prefill", sum(len(part.tokens) for part in work.parts))
+            self._count(work, (time.monotonic() - started) * 1e3)
         self._deliver()
         self._check()
+
+    def _count(self, work: Work, ms: float) -> None:
+        rows = sum(len(part.tokens) for part in work.parts)
+        if work.phase == "prefill":
+            self._scheduler.pace.record(rows, ms)
+        elif self._drafter is not None:
+            self._drafter.passed(rows, ms)
+        self._meter.count_pass(work.phase == "prefill", rows)
 
     def _open(self, sequence: Sequence, match: Match | None) -> None:
         try:

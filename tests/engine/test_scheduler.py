@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from q27app.engine.prefix_cache import Match
+from q27app.engine.pace import PrefillPace
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import BadRequest, ContextTooLong, EngineDied, GpuError, OutOfMemory, Q27Error
 from tests.engine.toy import VOCAB, Desk, ScriptedDrafter, TableGuide, expected_text, load_toy, mix
@@ -331,3 +332,14 @@ def test_a_guide_that_fails_at_the_first_token_ends_the_request_before_its_last_
     good = desk.ask(prompt_of(100), 5)
     desk.run()
     assert bad.finish is FinishReason.ERROR and bad.tokens == [] and good.tokens == expected_text(prompt_of(100), 5)
+
+
+def test_a_chunk_beside_running_streams_is_as_long_as_its_measured_price_allows():
+    pace = PrefillPace(gap_ms=90)
+    assert pace.chunk(1024) == 64
+    pace.record(1024, 256)
+    assert pace.chunk(1024) == 320 and pace.chunk(128) == 128
+    pace.record(10, 1000)
+    assert pace.chunk(1024) == 320
+    pace.record(64, 6400)
+    assert pace.chunk(1024) == 64
