@@ -8,7 +8,7 @@ that serving would have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -16,55 +16,12 @@ from typing import Any
 import numpy as np
 
 from q27app.bench.demo_eval import Case
+from q27app.bench.feeder import Feeder
 from q27app.chat.types import Message, ReasoningPart, TextPart, ToolCall, ToolCallPart
-from q27app.kernels.batch import BLOCK_POSITIONS, Batch
 
 MAX_DEPTH = 8
 KINDS = {"prose": ("facts", "summaries"), "copy": ("copying",), "tool calls": ("tool_calls",)}
 """Name of a kind of text -> the tasks whose answers are such text."""
-
-
-@dataclass
-class Feeder:
-    """One sequence in slot 0 of a model on the NumPy backend. length: positions fed."""
-
-    model: Any
-    state: Any
-    table: np.ndarray
-    length: int = 0
-
-    @classmethod
-    def open(cls, container: Any, context: int) -> Feeder:
-        from q27app.kernels import open_backend
-        from q27app.model.forward import load_model
-
-        model = load_model(open_backend("numpy"), container, max_rows=context, max_logit_rows=context)
-        blocks = -(-context // BLOCK_POSITIONS)
-        return cls(model, model.allocate_state("fp32", 1, blocks, 16), np.arange(blocks, dtype=np.int32)[None])
-
-    def _batch(self, phase: str, tokens: Sequence[int], first: int, logit_rows: Sequence[int]) -> Batch:
-        positions = np.arange(first, first + len(tokens), dtype=np.int32)
-        return Batch(
-            phase=phase, tokens=np.asarray(tokens, np.int32), positions=positions, slots=np.zeros(1, np.int32),
-            row_starts=np.asarray([0, len(tokens)], np.int32), block_tables=self.table,
-            logit_rows=np.asarray(logit_rows, np.int32), deferred=False,
-        )
-
-    def feed(self, tokens: Sequence[int], phase: str, all_logits: bool = False) -> np.ndarray:
-        """Logits of every row, or of the last: [rows, vocabulary]."""
-        rows = range(len(tokens)) if all_logits else (len(tokens) - 1,)
-        logits = self.model.forward(self._batch(phase, tokens, self.length, rows), self.state)
-        self.length += len(tokens)
-        return self.model.backend.download(logits).copy()
-
-    def drafts(self, token: int, count: int) -> list[int]:
-        """The chain that the draft layer writes after `token`, the pending one."""
-        found: list[int] = []
-        for depth in range(count):
-            batch = self._batch("draft", [found[-1] if found else token], self.length + depth, [0])
-            logits = self.model.backend.download(self.model.draft(batch, self.state, depth == 0))
-            found.append(int(np.argmax(logits[0])))
-        return found
 
 
 def answered(case: Case) -> Case:

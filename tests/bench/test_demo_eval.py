@@ -10,7 +10,8 @@ import pytest
 from q27app.bench.demo_eval import (
     Answer, cases_path, is_right, load_cases, read_answer, scores, table,
 )
-from q27app.bench.demo_probe import Feeder, acceptance, answered, bits_per_byte
+from q27app.bench.demo_probe import acceptance, answered, bits_per_byte
+from q27app.bench.feeder import Feeder
 from q27app.chat.template import open_template
 from q27app.chat.tokenizer import Tokenizer
 from q27app.chat.types import ChatRequest, Message, TextPart
