@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from q27app.bench.exchange import COMPLETIONS
-from q27app.errors import BadRequest
+from q27app.errors import BadRequest, Q27Error, Unauthorized, Unreachable
 
 if TYPE_CHECKING:
     from q27app.bench.endpoint import Endpoint
@@ -39,13 +39,15 @@ async def ask_server(endpoint: Endpoint, prompt: Sequence[int], num_tokens: int)
     notes: list[str] = []
     try:
         reply = await endpoint.client.post(COMPLETIONS, {**body, "logprobs": 1})
-    except BadRequest as error:
+    except Q27Error as error:
+        if isinstance(error, (Unreachable, Unauthorized)):
+            raise
         try:
             reply = await endpoint.client.post(COMPLETIONS, body)
-        except BadRequest as plain:
-            raise BadRequest(f"{endpoint.label} refuses a prompt of token ids: {plain.message}",
+        except Q27Error as plain:
+            raise BadRequest(f"{endpoint.label} refuses a prompt of token ids: {' '.join(plain.message.split())[:300]}",
                              "Canonical text needs /v1/completions with an array of ids as prompt.") from plain
-        notes.append(f"The server has no log probabilities ({error.message[:160]}): only the text is compared.")
+        notes.append(f"The server has no log probabilities ({' '.join(error.message.split())[:160]}): only the text is compared.")
     choice = (reply.get("choices") or [{}])[0]
     columns = choice.get("logprobs")
     pieces = columns.get("tokens") if isinstance(columns, dict) else None

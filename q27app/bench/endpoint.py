@@ -51,14 +51,15 @@ class Endpoint:
     async def num_chars(self, num_tokens: int) -> int:
         """Characters of filler that make a prompt of about so many tokens; measured once, by two short prompts."""
         if self._slope is None:
-            small, large = [await self._prompt_tokens(size) for size in (400, 4000)]
+            small, large = [await self.prompt_tokens(self.body(filler_message(f"size {size}", size, "Go on."), 1)) for size in (400, 4000)]
             known = small is not None and large is not None and large > small
             self._slope = (3600 / (large - small), small - 400 * (large - small) / 3600) if known else (USUAL_CHARS_PER_TOKEN, 0.0)
         per_token, overhead = self._slope
         return max(0, round((num_tokens - overhead) * per_token))
 
-    async def _prompt_tokens(self, size: int) -> int | None:
-        reply = await self.client.post("/v1/chat/completions", self.body(filler_message(f"size {size}", size, "Go on."), 1))
+    async def prompt_tokens(self, body: dict[str, Any]) -> int | None:
+        """Tokens of a request's prompt, asked for in a request of its own without stream; None where the server does not tell."""
+        reply = await self.client.post("/v1/chat/completions", {**body, "max_tokens": 1})
         count = (reply.get("usage") or {}).get("prompt_tokens")
         return count if isinstance(count, int) else None
 

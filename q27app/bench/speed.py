@@ -69,7 +69,10 @@ async def _depth(endpoint: Endpoint, journal: Journal, settings: Mapping[str, An
             before = await endpoint.counters()
             exchange = await ask(endpoint.client, body)
             if not journal.has(key):
-                journal.add(key, **exchange.figures(), **drafts_between(before, await endpoint.counters()))
+                after = await endpoint.counters()
+                if exchange.num_prompt is None and key == warm:  # not before: it would warm the server
+                    exchange.num_prompt = await endpoint.prompt_tokens(body)
+                journal.add(key, **exchange.figures(), **drafts_between(before, after))
                 say(f"{key}: first after {_shown(exchange.first_s)} s, {_shown(exchange.decode_per_s)} tok/s")
             await asyncio.sleep(settings["pause_s"])
 
@@ -101,10 +104,17 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     reuse = [100 * row["num_cached"] / row["num_prompt"] for row in warm if row["num_cached"] is not None and row["num_prompt"]]
     return {
         "runs": len(cold) or len(rows), "num_prompt": _mean_of(rows, "num_prompt"), "num_tokens": _mean_of(rows, "num_tokens"),
-        "first_cold_ms": _ms(cold or rows), "first_warm_ms": _ms(warm), "prefill_per_s": _mean_of(cold, "prefill_per_s"),
+        "first_cold_ms": _ms(cold or rows), "first_warm_ms": _ms(warm), "prefill_per_s": _prefill(cold, warm),
         "decode_per_s": mean(decode), "decode_cv": variation(decode), "accepted_a_step": _mean_of(rows, "accepted_a_step"),
         "reuse_percent": mean(reuse), "is_counted": all(row["is_counted"] for row in rows),
     }
+
+
+def _prefill(cold: list[dict[str, Any]], warm: list[dict[str, Any]]) -> float | None:
+    """Prompt tokens a second of cold answers; the prompt's length from the warm ones where only they know it."""
+    known = _mean_of(cold, "prefill_per_s")
+    length, first = _mean_of(warm, "num_prompt"), _mean_of(cold, "first_s")
+    return known if known is not None or length is None or not first else length / first
 
 
 def _mean_of(rows: list[dict[str, Any]], name: str) -> float | None:

@@ -56,8 +56,11 @@ def test_no_two_texts_of_a_measurement_are_alike(capfd):
 def test_a_server_without_usage_has_its_pieces_counted(capfd):
     with OpenAIDouble(tells_usage=False) as server:
         report = bench(capfd, "speed", "--url", server.url, *SPEED)
+        asked = [body for body in server.bodies if body["max_tokens"] == 1]
     row = report["rows"][-1]
-    assert (row["num_tokens"], row["is_counted"], row["num_prompt"], row["prefill_per_s"]) == (4, False, None, None)
+    assert (row["num_tokens"], row["is_counted"]) == (4, False)
+    assert row["num_prompt"] == pytest.approx(300, rel=0.1) and row["prefill_per_s"] > 0
+    assert [bool(body.get("stream")) for body in asked] == [False] * len(asked) and len(asked) == 2 + 4
 
 
 def test_two_servers_share_a_table(capfd):
