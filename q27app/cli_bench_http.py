@@ -101,7 +101,7 @@ def _facts(journal: Any) -> dict[str, dict[str, Any]]:
 @bench.command()
 @server_options
 @report_options
-@click.option("--depths", type=LISTS, default="0,8192,32768", show_default=True, metavar="N,N", help="Prompt lengths, tokens; none: -.")
+@click.option("--depths", type=LISTS, default="0,8192,32768,131072", show_default=True, metavar="N,N", help="Prompt lengths, tokens; none: -.")
 @click.option("--depth-runs", default=2, show_default=True, type=click.IntRange(1, 100), help="Cold and warm answers of each depth.")
 @click.option("--tokens", default=128, show_default=True, type=click.IntRange(2, 65536), help="Tokens generated at each depth.")
 @click.option("--prompts", default="narrative,code", show_default=True, metavar="A,B", help="narrative, code; none: -.")

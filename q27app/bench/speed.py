@@ -15,6 +15,7 @@ from q27app.bench.exchange import ask
 from q27app.bench.journal import Journal
 from q27app.bench.prompts import CANONICAL, CANONICAL_SAMPLER, GREEDY, filler_message
 from q27app.bench.report import Column, Report, mean, variation
+from q27app.errors import BadRequest
 
 QUESTION = "Continue this text."
 COLUMNS = (
@@ -58,7 +59,8 @@ async def _canonical(endpoint: Endpoint, journal: Journal, settings: Mapping[str
 
 async def _depth(endpoint: Endpoint, journal: Journal, settings: Mapping[str, Any], depth: int, run: int,
                  say: Callable[[str], None]) -> None:
-    """Cold, then warm. A warm row that is missing alone gets its prompt read again first."""
+    """Cold, then warm. A warm row that is missing alone gets its prompt read again first. A prompt that the window does not
+    hold is a row with `refused`."""
     cold, warm = (f"{endpoint.label}|depth {depth}|{run}|{kind}" for kind in ("cold", "warm"))
     if journal.has(cold) and journal.has(warm):
         return
@@ -67,7 +69,13 @@ async def _depth(endpoint: Endpoint, journal: Journal, settings: Mapping[str, An
     for key in (cold, warm):
         if not journal.has(key) or (key == cold and not journal.has(warm)):
             before = await endpoint.counters()
-            exchange = await ask(endpoint.client, body)
+            try:
+                exchange = await ask(endpoint.client, body)
+            except BadRequest as error:
+                for refused in (cold, warm):
+                    journal.add(refused, refused=error.message[:300])
+                say(f"{endpoint.label}|depth {depth}: refused: {error.message[:120]}")
+                return
             if not journal.has(key):
                 after = await endpoint.counters()
                 if exchange.num_prompt is None and key == warm:  # not before: it would warm the server
@@ -87,10 +95,14 @@ def make_report(journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> Rep
     for label, known in facts.items():
         shared = {"server": label, "tier": known.get("tier"), "kv": known.get("kv"), "model": known.get("model")}
         tests = dict.fromkeys(key.split("|")[1] for key in journal.rows if key.startswith(f"{label}|") and key.count("|") >= 2)
-        rows += [{**shared, "test": test, **_summary(_rows_of(journal, label, test))} for test in tests]
+        for test in tests:
+            found = _rows_of(journal, label, test)
+            measured = [row for row in found if "refused" not in row]
+            rows.append({**shared, "test": test, **_summary(measured), "refused": found[0]["refused"] if not measured else ""})
+    refused = [f"{row['server']}, {row['test']}: refused: {row['refused']}" for row in rows if row["refused"]]
     return Report("speed", journal.stamp, COLUMNS, rows, {"settings": journal.settings}, [
         "First token, prefill and decode by the client's clock; the first token's time holds the prompt's reading and one step. "
-        "Decode excludes the first token. accepted/step: drafts that became text in each step."])
+        "Decode excludes the first token. accepted/step: drafts that became text in each step.", *refused])
 
 
 def _rows_of(journal: Journal, label: str, test: str) -> list[dict[str, Any]]:

@@ -63,6 +63,16 @@ def test_a_server_without_usage_has_its_pieces_counted(capfd):
     assert [bool(body.get("stream")) for body in asked] == [False] * len(asked) and len(asked) == 2 + 4
 
 
+def test_a_depth_that_the_window_does_not_hold_is_named_and_the_rest_measured(capfd):
+    with OpenAIDouble(window=1200) as server:
+        report = bench(capfd, "speed", "--url", server.url, *SPEED, "--depths", "0,3000,200")
+        asked = len(server.bodies)
+    rows = {row["test"]: row for row in report["rows"]}
+    assert "too long" in rows["depth 3000"]["refused"] and rows["depth 3000"]["runs"] == 0
+    assert rows["depth 200"]["num_tokens"] == 4 and "depth 3000: refused" in report["notes"][-1]
+    assert asked == 2 + 2 * 3 + 2 * 2 * 2 + 2
+
+
 def test_two_servers_share_a_table(capfd):
     with OpenAIDouble() as first, OpenAIDouble() as second:
         report = bench(capfd, "concurrency", "--url", f"a={first.url}", "--url", f"b={second.url}", "--streams", "1,3", "--tokens", "4")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from q27app.kernels.batch import SamplingRows
+from q27app.bench.kernels import stages
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_weights import CudaWeight
 from q27app.model.forward import Model
@@ -84,32 +85,14 @@ def timed(backend: CudaBackend, run, times: int = 20) -> float:
 
 
 def stage_times(model: Model, state, rows: int, line) -> None:
-    """Each stage over the layers that have it, from a graph: us a layer and share of the weights' bandwidth."""
-    backend, scratch, layers = model.backend, model.scratch, model.weights.layers
-    x = model.x.rows(rows)
-    deltas = [layer for layer in layers if isinstance(layer, DeltaLayer)]
-    attentions = [layer for layer in layers if isinstance(layer, AttentionLayer)]
-    h, di, do = scratch.ffn.rows(rows), scratch.delta_in.rows(rows), scratch.delta_out.rows(rows)
-    ai, ao = scratch.attention_in.rows(rows), scratch.attention_out.rows(rows)
-    stages = {
-        "delta project": (deltas, lambda w: backend.project(w.norm, w.project, x, di), lambda w: w.project.nbytes),
-        "delta": (deltas, lambda w: backend.delta(di, w, do), lambda w: 2 * 3145728),
-        "delta out": (deltas, lambda w: backend.add_linear(w.output, do, x), lambda w: w.output.nbytes),
-        "attention project": (attentions, lambda w: backend.project(w.norm, w.project, x, ai), lambda w: w.project.nbytes),
-        "attend": (attentions, lambda w: backend.attend(ai, w, ao), lambda w: 0),
-        "attention out": (attentions, lambda w: backend.add_linear(w.output, ao, x), lambda w: w.output.nbytes),
-        "gate up": (layers, lambda w: backend.gate_up(w.feed_forward.norm, w.feed_forward.gate_up, x, h),
-                    lambda w: w.feed_forward.gate_up.nbytes),
-        "head": ([model.weights] * 4, lambda w: backend.head(w.final_norm, w.head, x, model.final_rows.rows(rows), model.logit_rows.rows(rows)),
-                 lambda w: w.head.nbytes),
-        "down": (layers, lambda w: backend.add_linear(w.feed_forward.down, h, x), lambda w: w.feed_forward.down.nbytes),
-    }
-    total = 0.0
-    for name, (some, run, size) in stages.items():
-        replay = backend.record(lambda some=some, run=run: [run(w) for w in some])
-        each = timed(backend, replay, 12) * 1000 / len(some)
-        total += each * (1 if name == "head" else len(some))
-        line(f"  {name}, {rows} rows", f"{each:7.2f} us x {len(some)}   {size(some[0]) / 1e6:6.1f} MB   {size(some[0]) / each / 1e6:5.2f} TB/s")
+    """Each stage of `bench kernels` over the layers that have it, from a graph; the pass must have begun."""
+    backend, total = model.backend, 0.0
+    for stage in stages(model, state.kv_format, rows, 10, "verify"):
+        replay = backend.record(lambda stage=stage: [stage.run(layer) for layer in stage.layers])
+        each = timed(backend, replay, 12) * 1000 / len(stage.layers)
+        total += each * (1 if stage.name == "head" else len(stage.layers))
+        line(f"  {stage.name}, {rows} rows", f"{each:7.2f} us x {len(stage.layers)}   {stage.num_bytes / 1e6:6.1f} MB   "
+             f"{stage.num_bytes / each / 1e6:5.2f} TB/s")
     line(f"  all stages, {rows} rows", f"{total / 1000:.3f} ms")
 
 
