@@ -9,6 +9,8 @@ from q27app.errors import UsageError
 
 AMPERE_SHARED = 99 * 1024
 AMPERE_THREADS = 1536
+MAX_CONTEXT = 655_360
+"""Longest window that scratch is made for."""
 
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
 """Most shared memory of a block, KiB, by compute capability."""
@@ -54,19 +56,16 @@ class Card:
         return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}
 
     def attend_defines(self) -> dict[str, int]:
-        """Cuts of the keys: fixed positions, chosen per card."""
-        return {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 65536 if self.is_wide else 32768, "CUT_2": 1024,
-                "WIDE_ATTENTION": int(self.is_wide), "QUERY_WARPS": 8 if self.is_wide else 4}
+        """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""
+        if self.is_wide:
+            cuts = {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 32768, "CUT_2": 1024}
+        else:
+            cuts = {"CUT_0": 128, "BORDER_0": 2048, "CUT_1": 512, "BORDER_1": 32768, "CUT_2": 2048}
+        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "QUERY_WARPS": 8 if self.is_wide else 4}
 
-
-def card_of(capability: str) -> Card:
-    """A card of a kind, to compile for: "86". Its multiprocessors are not known. Raises UsageError."""
-    kinds = {f"{major}{minor}": (major, minor) for major, minor in SHARED_KIB}
-    if capability not in kinds:
-        raise UsageError(f"There is no kind of card {capability[:20]!r}, expected one of {', '.join(kinds)}.")
-    kind = kinds[capability]
-    few = kind[0] >= 12 or kind in ((8, 6), (8, 9))
-    return Card(f"compute capability {kind[0]}.{kind[1]}", kind, 0, SHARED_KIB[kind] * 1024, AMPERE_THREADS if few else 2048)
+    def attend_blocks(self, item_rows: int) -> int:
+        """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""
+        return {1: 4, 4: 3, 8: 2, 16: 1}[item_rows]
 
 
 def forced_card(card: Card, capability: str | None) -> Card:
@@ -80,10 +79,8 @@ def forced_card(card: Card, capability: str | None) -> Card:
 
 def cut_count(defines: Mapping[str, int], keys: int) -> int:
     """Cuts that hold `keys` keys (attend_decode.cu)."""
-    first = defines["BORDER_0"] // defines["CUT_0"]
-    second = (defines["BORDER_1"] - defines["BORDER_0"]) // defines["CUT_1"]
-    if keys <= defines["BORDER_0"]:
-        return -(-keys // defines["CUT_0"])
-    if keys <= defines["BORDER_1"]:
-        return first + -(-(keys - defines["BORDER_0"]) // defines["CUT_1"])
-    return first + second + -(-(keys - defines["BORDER_1"]) // defines["CUT_2"])
+    total, low = 0, 0
+    for name, high in (("CUT_0", defines["BORDER_0"]), ("CUT_1", defines["BORDER_1"]), ("CUT_2", defines["BORDER_2"]), ("CUT_3", keys)):
+        total += -(-max(0, min(keys, high) - low) // defines[name])
+        low = high
+    return total

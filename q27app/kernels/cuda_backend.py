@@ -18,14 +18,17 @@ from q27app.kernels import cuda_args
 from q27app.kernels.backend import LayerGeometry, Replay
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.compiler import Job
+from q27app.kernels.card import MAX_CONTEXT
+from q27app.kernels.cuda_attention import Attention
 from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
 from q27app.kernels.cuda_sampling import Sampler
 from q27app.kernels.cuda_scratch import Scratch
-from q27app.kernels.cuda_state import KV_FORMAT_CODES, CudaState
+from q27app.kernels.cuda_state import CudaState
 from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader
 from q27app.kernels.graph import Rerun
+from q27app.kernels.kv_formats import kv_format as find_format
 from q27app.kernels.launch import CudaDevice, Device
 from q27app.kernels.memory import Arena, CudaBuffer
 
@@ -40,14 +43,14 @@ FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "acc
 def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str, dict[str, int]]:
     """Defines of the sources that know the heads, by source."""
     attend = {"HEAD_DIM": geometry.head_dim, "NUM_HEADS": geometry.num_heads, "NUM_KV_HEADS": geometry.num_kv_heads,
-              "ROTARY_DIM": geometry.rotary_dim, "KV_FORMAT": KV_FORMAT_CODES.get(kv_format, 0)}
+              "ROTARY_DIM": geometry.rotary_dim, "KV_FORMAT": find_format(kv_format).kernel_code or 0}
     slices = 4 if geometry.delta_head_dim >= 128 else 1
     delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
              "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width, "SLICES": slices}
     cuts = card.attend_defines()
     prefill = attend | {"QUERY_WARPS": cuts["QUERY_WARPS"]}
     decode = attend | {name: value for name, value in cuts.items() if name != "QUERY_WARPS"}
-    return {"attend_decode": decode, "attend_prefill": prefill, "delta_step": delta, "delta_chunk": delta}
+    return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill, "delta_step": delta, "delta_chunk": delta}
 
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:
@@ -72,7 +75,7 @@ class CudaBackend:
         self._loader: Loader | None = None
         self._held: list[tuple[str, int, int]] = []
         self._sums = 0
-        self._linear, self._mixers = LinearStages(self), Mixers(self)
+        self._linear, self._mixers, self._attention = LinearStages(self), Mixers(self), Attention(self)
         self._max_rows, self._max_logit_rows = SMALL_ROWS, SAMPLED_ROWS
         self._partial_bytes = self._num_counters = 1024
         self._halves_width = self._wide_width = 64
@@ -167,7 +170,7 @@ class CudaBackend:
         half = geometry.rotary_dim // 2
         frequencies = np.float64(geometry.rope_theta) ** (np.arange(half) * (-2.0 / geometry.rotary_dim))
         self.device.upload(self.scratch.frequencies, frequencies)
-        stride = min(num_blocks, 4096)
+        stride = min(num_blocks, MAX_CONTEXT // 64)
         self._areas = {True: BatchArea(self.device, SMALL_ROWS, MAX_SEQS, stride),
                        False: BatchArea(self.device, max(self._max_rows, SMALL_ROWS), MAX_SEQS, stride)}
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
@@ -214,7 +217,7 @@ class CudaBackend:
         self._linear.project(norm, weight, x, y)
 
     def attend(self, y: CudaBuffer, layer: Any, o: CudaBuffer | None) -> None:
-        self._mixers.attend(y, layer, o)
+        self._attention.attend(y, layer, o)
 
     def delta(self, y: CudaBuffer, layer: Any, o: CudaBuffer) -> None:
         self._mixers.delta(y, layer, o)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from q27app.errors import Q27Error
-from q27app.kernels.cuda_mixers import ATTEND_ROWS, max_cuts
+from q27app.kernels.card import MAX_CONTEXT, cut_count
+from q27app.kernels.cuda_attention import ATTEND_ROWS, COUNTERS
 from q27app.kernels.memory import Arena, CudaBuffer
 
 
@@ -18,11 +19,12 @@ class Scratch:
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
         self._value_heads = geometry.delta_value_heads
         self._query_row = heads * dim
-        self.max_splits = max_cuts(card, num_blocks)
+        self.max_splits = cut_count(card.attend_defines(), min(64 * num_blocks, MAX_CONTEXT))
         self.partial = arena.take(partial_bytes)
         self.counters = arena.take_zeros(4 * num_counters)
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
         self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
+        self.attend_counters = arena.take_zeros(4 * COUNTERS)
         self.part_ml = arena.take(ATTEND_ROWS * self.max_splits * heads * 8)
         self.part_o = arena.take(ATTEND_ROWS * self.max_splits * heads * dim * 4)
         self._halves = arena.take(max_rows * halves_width * 2)

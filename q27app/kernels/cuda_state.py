@@ -2,7 +2,7 @@
 
 slot:   [delta layer][value head][value dim][key dim] f32, then [delta layer][position % 4][channel] f32, then
         [hidden] f32
-block:  [kv layer]([kv head][64][head dim] keys, the same of values), in the KV format's bytes
+block:  [kv layer]([kv head][64][a head's bytes] keys, the same of values), in the KV format's codes
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from q27app.errors import Q27Error, UsageError
 from q27app.kernels.batch import BLOCK_POSITIONS
-from q27app.kernels.kv_formats import kv_format as find_format
-
-KV_FORMAT_CODES = {"fp16": 0, "fp8": 1}
+from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_format
+TURNED_HEAD = 256
+"""Head size of the formats that turn rows (kv_format.cuh)."""
 
 
 class CudaState:
@@ -25,16 +25,22 @@ class CudaState:
                  num_blocks: int, max_record_rows: int) -> None:
         form = find_format(kv_format)
         card = backend.device.card
-        if form.name not in KV_FORMAT_CODES:
-            raise UsageError(f"KV format {form.name} is not for the GPU.", f"Choose one of {', '.join(KV_FORMAT_CODES)}.")
+        usable = [other.name for other in KV_FORMATS.values() if other.kernel_code is not None
+                  and card.capability >= other.min_compute_capability and (not other.is_turned or geometry.head_dim == TURNED_HEAD)]
+        hint = f"Choose one of {', '.join(usable)}."
+        if form.kernel_code is None:
+            raise UsageError(f"KV format {form.name} is not for the GPU.", hint)
+        if form.is_turned and geometry.head_dim != TURNED_HEAD:
+            raise UsageError(f"KV format {form.name} needs heads of {TURNED_HEAD} numbers on the GPU, this model's have "
+                             f"{geometry.head_dim}.", hint)
         if card.capability < form.min_compute_capability:
             raise UsageError(f"KV format {form.name} needs compute capability "
                              f"{'.'.join(map(str, form.min_compute_capability))}, this card is used as "
-                             f"{card.capability[0]}.{card.capability[1]}.", "Choose fp16.")
+                             f"{card.capability[0]}.{card.capability[1]}.", hint)
         if min(num_slots, num_blocks) < 1:
             raise Q27Error(f"{num_slots} slots and {num_blocks} blocks, expected at least one of each.")
         self._device = backend.device
-        self.geometry, self.kv_format = geometry, form.name
+        self.geometry, self.form = geometry, form
         self.num_slots, self.num_blocks, self.max_record_rows = num_slots, num_blocks, max_record_rows
         self.num_delta_layers, self.num_kv_layers = num_delta_layers, num_kv_layers
         dim, heads = geometry.delta_head_dim, geometry.delta_value_heads

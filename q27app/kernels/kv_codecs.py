@@ -31,7 +31,7 @@ class RowCodec:
     storage: dtype of the coded items. items(head_dim): how many a head takes. encode: f32 [..., head_dim] -> storage
     [..., items]; decode: the way back, float32 in the frame of the code. turn: f32 [..., head_dim] into that frame, where
     products with decoded rows are those of the originals; turn_back: out of it. Both keep the array where there is no frame.
-    multiple: head_dim must be one of it.
+    multiple: head_dim must be one of it. low_bits: of an index, without its highest; 0: no indices.
     """
 
     storage: np.dtype
@@ -41,6 +41,7 @@ class RowCodec:
     turn: Callable[[np.ndarray], np.ndarray] = as_float32
     turn_back: Callable[[np.ndarray], np.ndarray] = as_float32
     multiple: int = 1
+    low_bits: int = 0
 
     def row_bytes(self, heads: int, head_dim: int) -> int:
         """Bytes of one position in one layer."""

@@ -144,7 +144,7 @@ class _Turned:
         return (values * norms).reshape(*codes.shape[:-1], -1)
 
     def codec(self) -> RowCodec:
-        return RowCodec(np.dtype(np.uint8), self.items, self.encode, self.decode, turn, turn_back, BLOCK)
+        return RowCodec(np.dtype(np.uint8), self.items, self.encode, self.decode, turn, turn_back, BLOCK, self.low_bits)
 
 
 THREE_BITS = _Turned(LEVELS_3, THRESHOLDS_3).codec()

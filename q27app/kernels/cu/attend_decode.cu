@@ -1,51 +1,57 @@
-// attend_decode: q/k norm, rope, KV write, causal attention split over the context for few rows; merge and output gate.
-// Reference: reference.attend      Used by: layers.run_layer
-// Shapes:    y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32; keys and values of the rows enter the cache
+// attend_decode: causal attention of few rows, split over the context; attend_merge: the splits of a row, turned back, and the output gate.
+// Reference: reference.attend      Used by: layers.run_layer, after attend_rows
+// Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
-// Launch:    attend_decode_*: grid (blocks, persistent over items), block (256), shared AttendShared<MT>::BYTES;
-//            attend_merge: grid (rows, heads), block (HEAD_DIM); attend_keys: grid (rows, kv heads), block (32)
-// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..2, BORDER_0..1
-// Limits:    at most 8 (16) rows of a sequence an item
-// Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions; a row sees tiles and cuts in ascending
-//            order, and those past it change nothing: its bits do not depend on other rows. Bound: memory at long context.
+// Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (128; _16: 256), shared
+//            DecodeShared::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2
+// Limits:    at most 1, 4, 8 (16) rows of a sequence an item
+// Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
+//            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
+//            adds each eighth cut, then the eight sums in order. Bound: memory.
 //
-// An item is (sequence, group of rows, key head, cut): all query heads of the key head and all rows share one read of the
-// keys. The block whose cut holds the new positions writes them to the cache first.
+// An item is (sequence, group of rows, key head, cut): all query heads of the key head and all rows, the columns, share one
+// read of the keys. Four warps: each multiplies 16 keys of a tile with all columns, then all weights with a quarter of the
+// values' dimensions. Keys stand as rows of the products, so that a key or value is expanded by one thread, in registers. For
+// 16 rows two such groups of warps share a tile, each with half of the columns.
 #include "kv_format.cuh"
 #include "mma.cuh"
 
-constexpr int THREADS = 256, WARPS = 8, KEYS = 32;
-constexpr int Q_STRIDE = HEAD_DIM + 16, K_STRIDE = HEAD_DIM + 16, V_STRIDE = HEAD_DIM + 8;
-constexpr int S_STRIDE = KEYS + 4, P_STRIDE = KEYS + 8;
-constexpr int DIM_TILES = HEAD_DIM >= 64 ? HEAD_DIM / 64 : 1;   // n8 tiles of values a warp
-static_assert(HEAD_DIM % 64 == 0 || HEAD_DIM == 32, "values are shared by 8 warps");
-static_assert(CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0, "cuts hold whole tiles");
-constexpr int CUTS_0 = BORDER_0 / CUT_0, CUTS_1 = (BORDER_1 - BORDER_0) / CUT_1;
+constexpr int KEYS = 64, WARPS = 4, STAGES = KEY_CODE == CODE_HALF ? 1 : 2;
+constexpr int K_STEPS = HEAD_DIM / 16, DIM_TILES = HEAD_DIM / 64;   // steps of a score; tiles of 16 dimensions a warp
+constexpr int RUN = KEY_CODE == CODE_HALF ? 8 : KEY_CODE == CODE_FP8 ? 16 : 32;   // consecutive numbers of a key that a thread reads
+constexpr int RUN_STEPS = RUN / 4;
+constexpr int Q_STRIDE = HEAD_DIM + 16, P_STRIDE = KEYS + 16, P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
+constexpr int PAIRS = TURNED_KEYS ? level_pairs(low_bits(KEY_CODE)) : 0;
+static_assert(KEYS == BLOCK_POSITIONS && CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0 && CUT_3 % KEYS == 0, "cuts hold whole tiles");
+constexpr int CUTS_0 = BORDER_0 / CUT_0, CUTS_1 = CUTS_0 + (BORDER_1 - BORDER_0) / CUT_1, CUTS_2 = CUTS_1 + (BORDER_2 - BORDER_1) / CUT_2;
 
 // Cuts that hold keys 0 .. count - 1.
 __device__ __forceinline__ int cuts_of(int count) {
   if (count <= BORDER_0) return (count + CUT_0 - 1) / CUT_0;
   if (count <= BORDER_1) return CUTS_0 + (count - BORDER_0 + CUT_1 - 1) / CUT_1;
-  return CUTS_0 + CUTS_1 + (count - BORDER_1 + CUT_2 - 1) / CUT_2;
+  if (count <= BORDER_2) return CUTS_1 + (count - BORDER_1 + CUT_2 - 1) / CUT_2;
+  return CUTS_2 + (count - BORDER_2 + CUT_3 - 1) / CUT_3;
 }
 __device__ __forceinline__ int cut_start(int cut) {
   if (cut <= CUTS_0) return cut * CUT_0;
-  if (cut <= CUTS_0 + CUTS_1) return BORDER_0 + (cut - CUTS_0) * CUT_1;
-  return BORDER_1 + (cut - CUTS_0 - CUTS_1) * CUT_2;
+  if (cut <= CUTS_1) return BORDER_0 + (cut - CUTS_0) * CUT_1;
+  if (cut <= CUTS_2) return BORDER_1 + (cut - CUTS_1) * CUT_2;
+  return BORDER_2 + (cut - CUTS_2) * CUT_3;
 }
 
 struct Item {
-  int seq, first_row, rows, head, cut, start, end;   // keys start .. end - 1
+  int seq, first_row, rows, head, cut, start, end, position;   // keys start .. end - 1; position of the first row
 };
 
 template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, int index, Item& item) {
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     const int first = p.row_starts[seq], end = p.row_starts[seq + 1];
     for (int row = first; row < end; row += ROWS) {
-      const int rows = min(ROWS, end - row), keys = p.positions[row + rows - 1] + 1, cuts = cuts_of(keys);
+      const int rows = min(ROWS, end - row), position = p.positions[row], keys = position + rows, cuts = cuts_of(keys);
       if (index < cuts * NUM_KV_HEADS) {
-        const int cut = cuts - 1 - index / NUM_KV_HEADS;
-        item = {seq, row, rows, index % NUM_KV_HEADS, cut, cut_start(cut), min(cut_start(cut + 1), keys)};
+        const int cut = cuts - 1 - index / NUM_KV_HEADS;   // the longest first
+        item = {seq, row, rows, index % NUM_KV_HEADS, cut, cut_start(cut), min(cut_start(cut + 1), keys), position};
         return true;
       }
       index -= cuts * NUM_KV_HEADS;
@@ -54,207 +60,446 @@ template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, i
   return false;
 }
 
-template <int MT> struct AttendShared {
-  static constexpr int ROWS = MT * 16;
-  static constexpr int Q = 0, K = Q + ROWS * Q_STRIDE * 2, V = K + KEYS * K_STRIDE * 2, S = V + KEYS * V_STRIDE * 2;
-  static constexpr int S_BYTES = 2 * ROWS * S_STRIDE * 4, WORK = WARPS * HEAD_DIM * 4;
-  static constexpr int P = S + (S_BYTES > WORK ? S_BYTES : WORK), STATS = P + ROWS * P_STRIDE * 2;
-  static constexpr int BYTES = STATS + 5 * ROWS * 4;   // running maximum, sum, correction, factor, position
+template <int COLUMNS> struct DecodeShared {
+  static constexpr int TILES = 0, TILE = K_HEAD + V_HEAD, Q = STAGES * TILE, P = Q + COLUMNS * Q_STRIDE * 2;
+  static constexpr int LARGEST = P + P_COPIES * COLUMNS * P_STRIDE * 2, FACTOR = LARGEST + WARPS * COLUMNS * 4;
+  static constexpr int PAIR = FACTOR + COLUMNS * 4, NEXT = PAIR + PAIRS * 4, BYTES = NEXT + 16;
 };
 
-// S = Q K^T of one tile: warp w takes 8 keys (w % 4) and one half of the dimensions (w / 4).
-template <int MT> __device__ __forceinline__ void score_tile(const uint16_t* q, const uint16_t* k, float* scores, int tiles) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, c = lane & 3;
-  const int half = warp >> 2, key = (warp & 3) * 8;
-  float acc[MT][4];
-#pragma unroll
-  for (int mt = 0; mt < MT; ++mt) acc[mt][0] = acc[mt][1] = acc[mt][2] = acc[mt][3] = 0.0f;
-#pragma unroll 4
-  for (int j = 0; j < HEAD_DIM / 32; ++j) {
-    const int d = half * (HEAD_DIM / 2) + j * 16 + c * 4;
-    const uint2 b = *reinterpret_cast<const uint2*>(k + (key + g) * K_STRIDE + d);
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      if (mt >= tiles) break;
-      const uint2 low = *reinterpret_cast<const uint2*>(q + (mt * 16 + g) * Q_STRIDE + d);
-      const uint2 high = *reinterpret_cast<const uint2*>(q + (mt * 16 + g + 8) * Q_STRIDE + d);
-      mma_f16(acc[mt], low.x, high.x, low.y, high.y, b.x, b.y);
-    }
-  }
-  float* target = scores + half * MT * 16 * S_STRIDE + key + 2 * c;
-#pragma unroll
-  for (int mt = 0; mt < MT; ++mt) {
-    if (mt >= tiles) break;
-    *reinterpret_cast<float2*>(target + (mt * 16 + g) * S_STRIDE) = make_float2(acc[mt][0], acc[mt][1]);
-    *reinterpret_cast<float2*>(target + (mt * 16 + g + 8) * S_STRIDE) = make_float2(acc[mt][2], acc[mt][3]);
-  }
+// Where 16 bytes of a plain row lie in a tile: places are exchanged so that the threads of a warp meet different banks.
+__device__ __forceinline__ int key_chunk(int key, int chunk) {
+  constexpr int CHUNKS = K_ROW / 16;
+  return TURNED_KEYS ? chunk : CHUNKS >= 8 ? chunk ^ (key & 1) << 2 : chunk;
+}
+__device__ __forceinline__ int value_chunk(int key, int chunk) {
+  constexpr int CHUNKS = V_ROW / 16;
+  return TURNED_VALUES ? chunk : CHUNKS >= 8 ? chunk ^ (key >> 2 & 3) << 1 : chunk;
 }
 
-template <int MT, int ROWS> __device__ __forceinline__ void attend_item(const Attend& p, const Item& item, unsigned char* shared) {
-  using M = AttendShared<MT>;
-  uint16_t* q = reinterpret_cast<uint16_t*>(shared + M::Q);
-  uint16_t* k = reinterpret_cast<uint16_t*>(shared + M::K);
-  uint16_t* v = reinterpret_cast<uint16_t*>(shared + M::V);
-  uint16_t* weights = reinterpret_cast<uint16_t*>(shared + M::P);
-  float* scores = reinterpret_cast<float*>(shared + M::S);
-  float* running_max = reinterpret_cast<float*>(shared + M::STATS);
-  float* running_sum = running_max + M::ROWS;
-  float* correction = running_sum + M::ROWS;
-  float* factor = correction + M::ROWS;
-  int* position = reinterpret_cast<int*>(factor + M::ROWS);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, c = lane & 3;
-  const int used = item.rows * GROUP, tiles = (used + 15) / 16;
-  float* work = scores + warp * HEAD_DIM;
-
-  const int new_first = p.positions[p.row_starts[item.seq]];
-  for (int at = max(item.start, new_first) + warp; at < item.end; at += WARPS)
-    write_kv(p, item.seq, p.row_starts[item.seq] + at - new_first, item.head, work);
-  for (int r = warp; r < tiles * 16; r += WARPS) {
-    float scale = 0.0f;
-    int at = -1;
-    if (r < used) {
-      const int row = item.first_row + r / GROUP;
-      scale = write_query(p, row, item.head * GROUP + r % GROUP, work, q + r * Q_STRIDE);
-      at = p.positions[row];
+// A head's part of a block on its way to shared memory. Rows outside [first, end) become zeros, or stay as they are where they
+// are turned: what they weigh is decided by their score.
+template <int THREADS, int ROW, bool TURNED, class Chunk>
+__device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned char* target, int first, int end, Chunk place) {
+  for (int i = threadIdx.x; i < KEYS * ROW / 16; i += THREADS) {
+    if (TURNED) {
+      if (i * 16 < end * ROW) copy_async_16(target + i * 16, source + i * 16);
     } else {
-      for (int d = lane; d < HEAD_DIM; d += 32) q[r * Q_STRIDE + d] = 0;
-      weights[r * P_STRIDE + lane] = 0;   // rows that pad a tile weigh nothing
+      const int key = i / (ROW / 16);
+      unsigned char* to = target + key * ROW + place(key, i % (ROW / 16)) * 16;
+      if (key >= first && key < end) copy_async_16(to, source + i * 16);
+      else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
-    if (lane == 0) correction[r] = 1.0f, running_max[r] = -INFINITY, running_sum[r] = 0.0f, factor[r] = scale, position[r] = at;
   }
-  float out[MT][DIM_TILES][4];
-#pragma unroll
-  for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-    for (int n = 0; n < DIM_TILES; ++n) out[mt][n][0] = out[mt][n][1] = out[mt][n][2] = out[mt][n][3] = 0.0f;
-  const int dim = warp * DIM_TILES * 8;
-  __syncthreads();
-  KvTile<KEYS, THREADS> key_tile, value_tile;
-  const unsigned char* source = kv_tile(p, item.seq, item.start, item.head);
-  key_tile.load(source, item.start, p.first_position, item.end);
-  value_tile.load(source + KV_VALUES, item.start, p.first_position, item.end);
-  // The address of a tile is looked up a tile before its keys are asked for.
-  source = kv_tile(p, item.seq, min(item.start + KEYS, item.end - 1), item.head);
-#pragma unroll 1
-  for (int start = item.start; start < item.end; start += KEYS) {
-    key_tile.store(k, K_STRIDE);
-    value_tile.store(v, V_STRIDE);
-    __syncthreads();
-    if (start + KEYS < item.end) {
-      key_tile.load(source, start + KEYS, p.first_position, item.end);
-      value_tile.load(source + KV_VALUES, start + KEYS, p.first_position, item.end);
-      source = kv_tile(p, item.seq, min(start + 2 * KEYS, item.end - 1), item.head);
-    }
-    score_tile<MT>(q, k, scores, tiles);
-    __syncthreads();
-    for (int r = warp; r < used; r += WARPS) {
-      const int key = start + lane;
-      const bool seen = key <= position[r] && key >= p.first_position;
-      const float score = seen ? (scores[r * S_STRIDE + lane] + scores[(M::ROWS + r) * S_STRIDE + lane]) * factor[r] : -INFINITY;
-      const float before = running_max[r], now = fmaxf(before, warp_max(score));
-      const float weight = now == -INFINITY ? 0.0f : expf(score - now);
-      const float change = now == before ? 1.0f : expf(before - now);
-      const float sum = warp_sum(weight);
-      weights[r * P_STRIDE + lane] = half_from_float(weight);
-      if (lane == 0) {
-        running_max[r] = now, correction[r] = change;
-        running_sum[r] = fmaf(running_sum[r], change, sum);
-      }
-    }
-    __syncthreads();
-    if (dim < HEAD_DIM) {
-      uint32_t b[DIM_TILES][4];
-#pragma unroll
-      for (int n = 0; n < DIM_TILES; ++n) load_transposed(b[n], v + lane * V_STRIDE + dim + n * 8);
-#pragma unroll
-      for (int mt = 0; mt < MT; ++mt) {
-        if (mt >= tiles) break;
-        const float low = correction[mt * 16 + g], high = correction[mt * 16 + g + 8];
-        const uint16_t* row_low = weights + (mt * 16 + g) * P_STRIDE + 2 * c;
-        const uint16_t* row_high = row_low + 8 * P_STRIDE;
-        uint32_t a[2][4];
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          a[s][0] = *reinterpret_cast<const uint32_t*>(row_low + 16 * s);
-          a[s][1] = *reinterpret_cast<const uint32_t*>(row_high + 16 * s);
-          a[s][2] = *reinterpret_cast<const uint32_t*>(row_low + 16 * s + 8);
-          a[s][3] = *reinterpret_cast<const uint32_t*>(row_high + 16 * s + 8);
-        }
-#pragma unroll
-        for (int n = 0; n < DIM_TILES; ++n) {
-          float (&o)[4] = out[mt][n];
-          o[0] *= low, o[1] *= low, o[2] *= high, o[3] *= high;
-          mma_f16(o, a[0][0], a[0][1], a[0][2], a[0][3], b[n][0], b[n][1]);
-          mma_f16(o, a[1][0], a[1][1], a[1][2], a[1][3], b[n][2], b[n][3]);
-        }
-      }
-    }
-    __syncthreads();
-  }
-  for (int r = threadIdx.x; r < used; r += THREADS) {
-    const long long at = ((long long)(item.first_row + r / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + r % GROUP;
-    reinterpret_cast<float2*>(p.part_ml)[at] = make_float2(running_max[r], running_sum[r]);
-  }
-  if (dim < HEAD_DIM)
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt)
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const int r = mt * 16 + g + 8 * upper;
-        if (r >= used) continue;
-        const long long at = ((long long)(item.first_row + r / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + r % GROUP;
-#pragma unroll
-        for (int n = 0; n < DIM_TILES; ++n)
-          *reinterpret_cast<float2*>(p.part_o + at * HEAD_DIM + dim + n * 8 + 2 * c) = make_float2(out[mt][n][2 * upper], out[mt][n][2 * upper + 1]);
-      }
-  __syncthreads();
 }
 
-template <int MT, int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
+// The keys of rows `low` and `low + 8` as the tensor core takes them, RUN_STEPS steps at a time.
+struct KeyRun {
+  uint32_t word[2][KEY_CODE == CODE_5 ? 5 : KEY_CODE == CODE_3 ? 3 : 4];
+
+  __device__ __forceinline__ void read(const unsigned char* tile, int low, int run) {
+    const int c = threadIdx.x % 4;
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int key = low + 8 * upper;
+      if constexpr (TURNED_KEYS) {
+        constexpr int LOW = low_bits(KEY_CODE);
+        const unsigned char* block = tile + key * K_ROW + run * turned_bytes(LOW);
+        uint32_t part[LOW], high[1];
+        read_words(block + 2 + 4 * LOW * c, run == 0, part);
+        read_words(block + 2 + 16 * LOW + 4 * c, run == 0, high);
+#pragma unroll
+        for (int i = 0; i < LOW; ++i) word[upper][i] = part[i];
+        word[upper][LOW] = high[0];
+      } else {
+        const uint4 raw = *reinterpret_cast<const uint4*>(tile + key * K_ROW + key_chunk(key, 4 * run + c) * 16);
+        word[upper][0] = raw.x, word[upper][1] = raw.y, word[upper][2] = raw.z, word[upper][3] = raw.w;
+      }
+    }
+  }
+  // Numbers 4 step .. 4 step + 3 of the run: a[upper] the first two, a[2 + upper] the others.
+  __device__ __forceinline__ void expand(int step, const uint32_t* pairs, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (KEY_CODE == CODE_HALF) {
+          a[upper + 2 * i] = word[upper][2 * step + i];
+        } else if constexpr (KEY_CODE == CODE_FP8) {
+          a[upper + 2 * i] = half2_from_e4m3x2(word[upper][step] >> (16 * i) & 0xffff);
+        } else {
+          constexpr int LOW = low_bits(KEY_CODE);
+          const int at = (2 * step + i) * 2 * LOW;
+          const uint32_t high = word[upper][LOW] >> (4 * step + 2 * i) & 3;
+          a[upper + 2 * i] = pairs[(word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1)) | high << (2 * LOW)];
+        }
+      }
+  }
+  __device__ __forceinline__ static float norm(const unsigned char* tile, int key, int run) {
+    return half_to_float(*reinterpret_cast<const uint16_t*>(tile + key * K_ROW + run * turned_bytes(low_bits(KEY_CODE))));
+  }
+};
+
+// Values of 16 keys from `key` on and a warp's dimensions as the tensor core takes them: thread (g, c) has keys 4 c .. 4 c + 3
+// and dimensions 2 DIM_TILES g .. of the warp's; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
+__device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int warp, uint32_t (&a)[DIM_TILES][4]) {
+  const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+  key += 4 * c;
+  if constexpr (TURNED_VALUES) {
+    uint32_t index[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned char* block = tile + (key + i) * V_ROW + (warp >> 1) * turned_bytes(2);
+      index[i] = spread_indices(*reinterpret_cast<const uint16_t*>(block + 2 + (warp & 1) * 16 + 2 * g), block[34 + (warp & 1) * 8 + g]);
+    }
+    uint32_t first[8], second[8];
+    pair_rows(index[0], index[1], first);
+    pair_rows(index[2], index[3], second);
+#pragma unroll
+    for (int t = 0; t < DIM_TILES; ++t) a[t][0] = first[2 * t], a[t][1] = first[2 * t + 1], a[t][2] = second[2 * t], a[t][3] = second[2 * t + 1];
+  } else {
+    uint32_t value[4][DIM_TILES];
+    constexpr int BYTES = V_ROW / 32;   // of a thread in a row
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int offset = warp * (V_ROW / WARPS) + g * BYTES;
+      const unsigned char* at = tile + (key + i) * V_ROW + value_chunk(key + i, offset / 16) * 16 + offset % 16;
+      if constexpr (VALUE_CODE == CODE_HALF && DIM_TILES == 4) {
+        const uint4 raw = *reinterpret_cast<const uint4*>(at);
+        value[i][0] = raw.x, value[i][1] = raw.y, value[i][2] = raw.z, value[i][3] = raw.w;
+      } else if constexpr (VALUE_CODE == CODE_FP8 && DIM_TILES == 4) {
+        const uint2 raw = *reinterpret_cast<const uint2*>(at);
+        value[i][0] = half2_from_e4m3x2(raw.x & 0xffff), value[i][1] = half2_from_e4m3x2(raw.x >> 16);
+        value[i][2] = half2_from_e4m3x2(raw.y & 0xffff), value[i][3] = half2_from_e4m3x2(raw.y >> 16);
+      } else {
+#pragma unroll
+        for (int t = 0; t < DIM_TILES; ++t)
+          value[i][t] = VALUE_CODE == CODE_HALF ? *reinterpret_cast<const uint32_t*>(at + 4 * t)
+                                                : half2_from_e4m3x2(*reinterpret_cast<const uint16_t*>(at + 2 * t));
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < DIM_TILES; ++t) {
+      a[t][0] = __byte_perm(value[0][t], value[1][t], 0x5410), a[t][1] = __byte_perm(value[0][t], value[1][t], 0x7632);
+      a[t][2] = __byte_perm(value[2][t], value[3][t], 0x5410), a[t][3] = __byte_perm(value[2][t], value[3][t], 0x7632);
+    }
+  }
+}
+
+// NT: tiles of 8 columns of a group of warps. Thread (g, c) holds of every tile of columns the columns 2 c and 2 c + 1: scores
+// of keys g and g + 8 of its warp's 16, and sums of dimensions as in value_tiles.
+template <int NT, int GROUPS> struct Columns {
+  static constexpr int COLUMNS = 8 * NT * GROUPS, THREADS = 32 * WARPS * GROUPS;
+  using M = DecodeShared<COLUMNS>;
+  const Attend& p;
+  unsigned char* shared;
+  float out[DIM_TILES][NT][4], top[NT][2], sum[NT][2];
+
+  __device__ __forceinline__ float* at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
+  __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % WARPS; }
+  __device__ __forceinline__ static int group() { return threadIdx.x / (32 * WARPS); }
+  __device__ __forceinline__ static int lane_row() { return threadIdx.x % 32 >> 2; }
+  __device__ __forceinline__ static int lane_pair() { return threadIdx.x & 3; }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      top[n][0] = top[n][1] = -INFINITY, sum[n][0] = sum[n][1] = 0.0f;
+#pragma unroll
+      for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] = out[t][n][1] = out[t][n][2] = out[t][n][3] = 0.0f;
+    }
+  }
+
+  // Queries of the item, four numbers of a step together; columns that no row has are zeros.
+  __device__ __forceinline__ void load_queries(const Item& item) const {
+    for (int i = threadIdx.x; i < COLUMNS * (HEAD_DIM / 4); i += THREADS) {
+      const int column = i / (HEAD_DIM / 4), four = i % (HEAD_DIM / 4), step = four / 4, c = four % 4;
+      const int d = step / RUN_STEPS * 4 * RUN + c * RUN + step % RUN_STEPS * 4;
+      const long long source = (long long)(item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
+      const bool used = column < item.rows * GROUP;
+      const uint2 value = used ? __ldcg(reinterpret_cast<const uint2*>(p.q_half + source * HEAD_DIM + d)) : make_uint2(0, 0);
+      *reinterpret_cast<uint2*>(shared + M::Q + column * Q_STRIDE * 2 + four * 8) = value;
+      if (four == 0) at(M::FACTOR)[column] = used ? p.q_factor[source] * 1.4426950408889634f : 0.0f;
+    }
+  }
+
+  // Scores of the warp's 16 keys, in powers of two, and the largest of each column. start: position of the tile.
+  __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, float (&scores)[NT][4]) const {
+    const int g = lane_row(), c = lane_pair(), low = warp() * 16 + g;
+    const uint16_t* q = reinterpret_cast<const uint16_t*>(shared + M::Q) + (group() * NT * 8 + g) * Q_STRIDE + 4 * c;
+    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
+    float part[TURNED_KEYS ? NT : 1][4];
+#pragma unroll
+    for (int run = 0; run < K_STEPS / RUN_STEPS; ++run) {
+      KeyRun keep;
+      keep.read(keys, low, run);
+      if constexpr (TURNED_KEYS)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
+#pragma unroll
+      for (int step = 0; step < RUN_STEPS; ++step) {
+        uint32_t a[4];
+        keep.expand(step, pairs, a);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          const uint2 b = *reinterpret_cast<const uint2*>(q + n * 8 * Q_STRIDE + (run * RUN_STEPS + step) * 16);
+          if constexpr (TURNED_KEYS) mma_f16(part[n], a[0], a[1], a[2], a[3], b.x, b.y);
+          else mma_f16(scores[n], a[0], a[1], a[2], a[3], b.x, b.y);
+        }
+      }
+      if constexpr (TURNED_KEYS) {
+        const float first = KeyRun::norm(keys, low, run), second = KeyRun::norm(keys, low + 8, run);
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[n][i] = fmaf(part[n][i], i < 2 ? first : second, scores[n][i]);
+      }
+    }
+    const bool whole = start + KEYS - 1 <= item.position && start >= p.first_position;   // every row sees every key
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const int column = (group() * NT + n) * 8 + 2 * c;
+      const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
+      float largest[2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] *= i % 2 ? factor.y : factor.x;
+        const int key = start + low + 8 * (i / 2);
+        if (!whole && (key > item.position + (column + i % 2) / GROUP || key >= item.end || key < p.first_position)) scores[n][i] = -INFINITY;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        largest[i] = fmaxf(scores[n][i], scores[n][i + 2]);
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], distance));
+      }
+      if (g == 0) *reinterpret_cast<float2*>(at(M::LARGEST) + warp() * COLUMNS + column) = make_float2(largest[0], largest[1]);
+    }
+  }
+
+  // Scores become weights in shared memory, times the norms of turned values.
+  __device__ __forceinline__ void weigh(const unsigned char* values, float (&scores)[NT][4]) {
+    const int g = lane_row(), c = lane_pair(), low = warp() * 16 + g;
+    float norm[2][P_COPIES];
+    if constexpr (TURNED_VALUES)
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper)
+#pragma unroll
+        for (int half = 0; half < P_COPIES; ++half)
+          norm[upper][half] = half_to_float(*reinterpret_cast<const uint16_t*>(values + (low + 8 * upper) * V_ROW + half * turned_bytes(2)));
+    bool rescale = false;
+    float change[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const int column = (group() * NT + n) * 8 + 2 * c;
+      float2 largest = *reinterpret_cast<const float2*>(at(M::LARGEST) + column);
+#pragma unroll
+      for (int w = 1; w < WARPS; ++w) {
+        const float2 other = *reinterpret_cast<const float2*>(at(M::LARGEST) + w * COLUMNS + column);
+        largest = make_float2(fmaxf(largest.x, other.x), fmaxf(largest.y, other.y));
+      }
+      uint16_t* target = reinterpret_cast<uint16_t*>(shared + M::P) + column * P_STRIDE + low;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float now = fmaxf(top[n][i], i ? largest.y : largest.x), shift = now == -INFINITY ? 0.0f : now;
+        change[n][i] = now == top[n][i] ? 1.0f : exp2f(top[n][i] - now);
+        rescale |= change[n][i] != 1.0f;
+        top[n][i] = now;
+        float weight[2];
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+          weight[upper] = exp2f(scores[n][i + 2 * upper] - shift);
+#pragma unroll
+          for (int half = 0; half < P_COPIES; ++half) {
+            const float scaled = TURNED_VALUES ? (scores[n][i + 2 * upper] == -INFINITY ? 0.0f : weight[upper] * norm[upper][half]) : weight[upper];
+            target[(half * COLUMNS + i) * P_STRIDE + 8 * upper] = half_from_float(scaled);
+          }
+        }
+        sum[n][i] = fmaf(sum[n][i], change[n][i], __fadd_rn(weight[0], weight[1]));
+      }
+    }
+    if (__any_sync(ALL_LANES, rescale))
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int t = 0; t < DIM_TILES; ++t)
+          out[t][n][0] *= change[n][0], out[t][n][1] *= change[n][1], out[t][n][2] *= change[n][0], out[t][n][3] *= change[n][1];
+  }
+
+  __device__ __forceinline__ void add_values(const unsigned char* values) {
+    const int g = lane_row(), c = lane_pair();
+    const int copy = TURNED_VALUES ? warp() * P_COPIES / WARPS : 0;
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(shared + M::P) + (copy * COLUMNS + group() * NT * 8 + g) * P_STRIDE + 4 * c;
+#pragma unroll
+    for (int key = 0; key < KEYS; key += 16) {
+      uint32_t a[DIM_TILES][4];
+      value_tiles(values, key, warp(), a);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = *reinterpret_cast<const uint2*>(weights + n * 8 * P_STRIDE + key);
+#pragma unroll
+        for (int t = 0; t < DIM_TILES; ++t) mma_f16(out[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b.x, b.y);
+      }
+    }
+  }
+
+  // Largest score, sum and weighted values of every column to the partial results.
+  __device__ __forceinline__ void store(const Item& item) {
+    const int g = lane_row(), c = lane_pair();
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const int column = (group() * NT + n) * 8 + 2 * c;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
+        if (g == 0) at(M::LARGEST)[warp() * COLUMNS + column + i] = sum[n][i];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = (group() * NT + n) * 8 + 2 * c + i;
+        if (column >= item.rows * GROUP) continue;
+        const long long to = ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
+        if (warp() == 0 && g == 0) {
+          float total = at(M::LARGEST)[column];
+#pragma unroll
+          for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
+          reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(top[n][i], total);
+        }
+        float2* target = reinterpret_cast<float2*>(p.part_o + to * HEAD_DIM + warp() * (HEAD_DIM / WARPS) + g * 2 * DIM_TILES);
+#pragma unroll
+        for (int t = 0; t < DIM_TILES; ++t) target[t] = make_float2(out[t][n][i], out[t][n][2 + i]);
+      }
+  }
+
+  __device__ __forceinline__ void copy_keys(const Item& item, int start, int stage) const {
+    const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
+    copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, shared + M::TILES + stage * M::TILE, p.first_position - start, item.end - start, key_chunk);
+  }
+  __device__ __forceinline__ void copy_values(const Item& item, int start, int stage) const {
+    const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
+    copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, shared + M::TILES + stage * M::TILE + K_HEAD, p.first_position - start, item.end - start, value_chunk);
+  }
+
+  __device__ __forceinline__ void attend(const Item& item) {
+    copy_keys(item, item.start, 0);
+    copy_values(item, item.start, 0);
+    copy_async_commit();
+    load_queries(item);
+    clear();
+    int stage = 0;
+#pragma unroll 1
+    for (int start = item.start; start < item.end; start += KEYS) {
+      const unsigned char* keys = shared + M::TILES + stage * M::TILE;
+      const bool more = start + KEYS < item.end;
+      copy_async_wait<0>();
+      __syncthreads();
+      if (STAGES == 2 && more) {
+        copy_keys(item, start + KEYS, stage ^ 1);
+        copy_values(item, start + KEYS, stage ^ 1);
+        copy_async_commit();
+      }
+      float scores[NT][4];
+      score(item, keys, start, scores);
+      __syncthreads();
+      if (STAGES == 1 && more) copy_keys(item, start + KEYS, 0), copy_async_commit();
+      weigh(keys + K_HEAD, scores);
+      __syncthreads();
+      add_values(keys + K_HEAD);
+      if (STAGES == 1) {
+        __syncthreads();
+        if (more) copy_values(item, start + KEYS, 0), copy_async_commit();
+      } else {
+        stage ^= 1;
+      }
+    }
+    store(item);
+  }
+};
+
+template <int NT, int GROUPS, int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(shared);
+  using C = Columns<NT, GROUPS>;
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(shared + C::M::PAIR);
+  if constexpr (TURNED_KEYS)
+    for (int i = threadIdx.x; i < PAIRS; i += C::THREADS) pairs[i] = level_pair<low_bits(KEY_CODE)>(i);
+  int* next = reinterpret_cast<int*>(shared + C::M::NEXT);
   allow_next();
   wait_for_earlier();
+  C columns = {p, shared};
   Item item;
+  int index = blockIdx.x;
 #pragma unroll 1
-  for (int index = blockIdx.x; find_item<ROWS>(p, index, item); index += gridDim.x) attend_item<MT, ROWS>(p, item, shared);
+  while (find_item<ROWS>(p, index, item)) {
+    int taken = 0;
+    if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
+    columns.attend(item);
+    if (threadIdx.x == 0) *next = gridDim.x + taken;
+    __syncthreads();
+    index = *next;
+  }
 }
 
-constexpr int MT_1 = (GROUP + 15) / 16, MT_8 = (8 * GROUP + 15) / 16, MT_16 = GROUP;
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend_decode_1(const __grid_constant__ Attend p) { attend_items<MT_1, 1>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_decode_8(const __grid_constant__ Attend p) { attend_items<MT_8, 8>(p); }
-#if WIDE_ATTENTION
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<MT_16, 16>(p); }
-#endif
+__host__ __device__ constexpr int tiles_of(int rows) { return (rows * GROUP + 7) / 8; }
+extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<tiles_of(1), 1, 1>(p); }
+extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<tiles_of(4), 1, 4>(p); }
+extern "C" __global__ void __launch_bounds__(128, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<tiles_of(8), 1, 8>(p); }
+extern "C" __global__ void __launch_bounds__(256, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<tiles_of(8), 2, 16>(p); }
 
-// The cuts of each row and head in ascending order, then the output gate.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) attend_merge(const __grid_constant__ Attend p) {
+constexpr int MERGE_DIMS = HEAD_DIM >= 128 ? 128 : HEAD_DIM, MERGE_WARPS = 8, PER_LANE = MERGE_DIMS / 32;
+
+// Sums of each eighth cut by a warp, then the eight in order.
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(const __grid_constant__ Attend p) {
+  __shared__ float values[MERGE_WARPS][MERGE_DIMS], sums[MERGE_WARPS], tops[MERGE_WARPS];
   allow_next();
   wait_for_earlier();
-  const int row = blockIdx.x, head = blockIdx.y, d = threadIdx.x, at = p.positions[row];
-  const int cuts = cuts_of(at + 1);
+  const int row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int cuts = cuts_of(p.positions[row] + 1), first = blockIdx.z * MERGE_DIMS + PER_LANE * lane;
   const long long base = (long long)row * p.max_splits * NUM_HEADS + head;
   const float2* ml = reinterpret_cast<const float2*>(p.part_ml);
-  float top = -INFINITY;
-  for (int cut = 0; cut < cuts; ++cut) top = fmaxf(top, ml[base + (long long)cut * NUM_HEADS].x);
-  float sum = 0.0f, value = 0.0f;
+  float top = -INFINITY, sum = 0.0f, value[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) value[i] = 0.0f;
+  for (int cut = threadIdx.x; cut < cuts; cut += 32 * MERGE_WARPS) top = fmaxf(top, __ldcg(ml + base + (long long)cut * NUM_HEADS).x);
+  top = warp_max(top);
+  if (lane == 0) tops[warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < MERGE_WARPS; ++w) top = fmaxf(top, tops[w]);
   if (top != -INFINITY)
-    for (int cut = 0; cut < cuts; ++cut) {
+#pragma unroll 4
+    for (int cut = warp; cut < cuts; cut += MERGE_WARPS) {
       const long long index = base + (long long)cut * NUM_HEADS;
-      const float2 part = ml[index];
-      const float share = part.x == -INFINITY ? 0.0f : expf(part.x - top);
+      const float2 part = __ldcg(ml + index);
+      const float share = part.x == -INFINITY ? 0.0f : exp2f(part.x - top);
       sum = fmaf(share, part.y, sum);
-      value = fmaf(share, p.part_o[index * HEAD_DIM + d], value);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i += 2) {
+        const float2 two = __ldcg(reinterpret_cast<const float2*>(p.part_o + index * HEAD_DIM + first + i));
+        value[i] = fmaf(share, two.x, value[i]), value[i + 1] = fmaf(share, two.y, value[i + 1]);
+      }
     }
-  const float gate = p.y[(long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM + d];
-  p.out[(long long)row * p.out_stride + head * HEAD_DIM + d] = sum > 0.0f ? value / sum * sigmoid(gate) : 0.0f;
-}
-
-// Keys and values of the rows into the cache, nothing else. One warp a row and key head.
-extern "C" __global__ void __launch_bounds__(32) attend_keys(const __grid_constant__ Attend p) {
-  __shared__ float work[HEAD_DIM];
-  allow_next();
-  wait_for_earlier();
-  int seq = 0;
-  while (seq + 1 < p.num_seqs && (int)blockIdx.x >= p.row_starts[seq + 1]) ++seq;
-  write_kv(p, seq, blockIdx.x, blockIdx.y, work);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) values[warp][PER_LANE * lane + i] = value[i];
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  if (warp) return;
+#pragma unroll
+  for (int w = 1; w < MERGE_WARPS; ++w) {
+    sum = __fadd_rn(sum, sums[w]);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) value[i] = __fadd_rn(value[i], values[w][PER_LANE * lane + i]);
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) value[i] = sum > 0.0f ? value[i] / sum : 0.0f;
+  if constexpr (TURNED_VALUES) turn_back(value);
+  const float* gate = p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + first;
+  float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM + first;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) target[i] = value[i] * sigmoid(gate[i]);
 }

@@ -1,9 +1,8 @@
-// attend_prefill: q/k norm, rope, KV write for every row of a chunk, then tiled causal attention with the output gate.
-// Reference: reference.attend      Used by: layers.run_layer in prefill
-// Shapes:    y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32; keys and values of the rows enter the cache
+// attend_prefill: tiled causal attention of a chunk's rows over the cache, turned back where values are turned, with the output gate.
+// Reference: reference.attend      Used by: layers.run_layer in prefill, after attend_rows
+// Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
-// Launch:    attend_rows grid (rows), block (256); attend_prefill grid (query tiles, heads), block (QUERY_WARPS * 32),
-//            shared (QUERY_WARPS * 16 + 2 * 64) rows of HEAD_DIM + 8 halves
+// Launch:    grid (query tiles, heads), block (QUERY_WARPS * 32), shared (QUERY_WARPS * 16 + 2 * 64) rows of HEAD_DIM + 8 halves
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, QUERY_WARPS
 // Numbers:   fp16 products, f32 sums and softmax; key tiles of 64 positions from 0, ascending: a row's bits depend on its
 //            position and prefix alone. Bound: tensor cores.
@@ -12,23 +11,10 @@
 
 constexpr int KEYS = 64, QUERIES = QUERY_WARPS * 16, THREADS = QUERY_WARPS * 32, STRIDE = HEAD_DIM + 8;
 constexpr int DIM_TILES = HEAD_DIM / 8, STEP = 32, KEY_TILES = STEP / 8;   // keys of a softmax step
+constexpr int OUT_STRIDE = HEAD_DIM + 8;
+static_assert(!TURNED_VALUES || QUERIES * OUT_STRIDE * 4 <= (QUERIES + 2 * KEYS) * STRIDE * 2, "what was attended fits in shared memory");
 
-extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_constant__ Attend p) {
-  __shared__ float work[8][HEAD_DIM];
-  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int seq = 0;
-  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
-  for (int i = warp; i < NUM_HEADS + NUM_KV_HEADS; i += 8) {
-    if (i < NUM_KV_HEADS) {
-      write_kv(p, seq, row, i, work[warp]);
-    } else {
-      const int head = i - NUM_KV_HEADS;
-      const long long at = (long long)row * NUM_HEADS + head;
-      const float factor = write_query(p, row, head, work[warp], p.q_half + at * HEAD_DIM);
-      if (lane == 0) p.q_factor[at] = factor;
-    }
-  }
-}
+__device__ __forceinline__ float gated(float value, float gate) { return __fmul_rn(value, __fdividef(1.0f, 1.0f + __expf(-gate))); }
 
 // Tile of queries -> its rows; tiles are cut within a sequence.
 __device__ __forceinline__ bool find_tile(const Attend& p, int index, int& seq, int& first, int& end) {
@@ -73,18 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
   const int warp_last = first + warp * 16 < end ? p.positions[min(first + warp * 16 + 15, end - 1)] : -1;
 #pragma unroll 1
   for (int start = 0; start < keys; start += KEYS) {
-    const unsigned char* source = kv_tile(p, seq, start, key_head);
+    const unsigned char* source = kv_block(p, seq, start);
     __syncthreads();
-    {
-      KvTile<KEYS / 4, THREADS> part;   // a quarter at a time: few registers
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        part.load(source + i * (KEYS / 4) * KV_ROW, start + i * (KEYS / 4), p.first_position, keys);
-        part.store(k + i * (KEYS / 4) * STRIDE, STRIDE);
-        part.load(source + KV_VALUES + i * (KEYS / 4) * KV_ROW, start + i * (KEYS / 4), p.first_position, keys);
-        part.store(v + i * (KEYS / 4) * STRIDE, STRIDE);
-      }
-    }
+    expand_tile<KEY_CODE, THREADS>(source + key_head * K_HEAD, start, p.first_position, keys, k, STRIDE);
+    expand_tile<VALUE_CODE, THREADS>(source + KV_VALUES + key_head * V_HEAD, start, p.first_position, keys, v, STRIDE);
     __syncthreads();
 #pragma unroll 1
     for (int step = 0; step < KEYS; step += STEP) {
@@ -152,6 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     }
     }
   }
+  if constexpr (TURNED_VALUES) __syncthreads();   // keys and values give their place to what was attended
+  float* turned = reinterpret_cast<float*>(shared) + warp * 16 * OUT_STRIDE;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = first + warp * 16 + g + 8 * i;
@@ -164,7 +144,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int d = n * 8 + 2 * c + j;
-        target[d] = __fmul_rn(__fmul_rn(out[n][2 * i + j], share), __fdividef(1.0f, 1.0f + __expf(-gate[d])));
+        const float value = __fmul_rn(out[n][2 * i + j], share);
+        if constexpr (TURNED_VALUES) turned[(g + 8 * i) * OUT_STRIDE + d] = value;
+        else target[d] = gated(value, gate[d]);
       }
+  }
+  if constexpr (TURNED_VALUES) {
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < 16 * HEAD_DIM / BLOCK_DIMS; ++i) {
+      const int row = first + warp * 16 + i / (HEAD_DIM / BLOCK_DIMS), d = i % (HEAD_DIM / BLOCK_DIMS) * BLOCK_DIMS + 4 * lane;
+      if (row >= end) break;
+      const float4 four = *reinterpret_cast<const float4*>(turned + i / (HEAD_DIM / BLOCK_DIMS) * OUT_STRIDE + d);
+      float value[4] = {four.x, four.y, four.z, four.w};
+      turn_back(value);
+      const float4 gate = *reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
+      *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) =
+          make_float4(gated(value[0], gate.x), gated(value[1], gate.y), gated(value[2], gate.z), gated(value[3], gate.w));
+    }
   }
 }

@@ -1,17 +1,30 @@
-// Keys and values in the cache: addresses, how a row is stored, how a piece of a tile becomes fp16 in shared memory.
+// Keys and values in the cache: addresses, how a row is stored, how a tile of rows becomes fp16 for the tensor cores.
 //
-// A block holds 64 positions of every layer; layer_offset leads to [K: kv head][64][HEAD_DIM], then V alike.
-// KV_FORMAT 0: fp16, saturating. 1: fp8 e4m3, saturating (compute capability 8.9).
+// A block holds 64 positions of every layer; layer_offset leads to [K: kv head][64][K_ROW], then V alike.
+// KV_FORMAT 0: fp16, saturating. 1: fp8 e4m3, saturating (compute capability 8.9). 2: turbo3, keys and values of 3 bits.
+// 3: turbo3v, fp16 keys and 3-bit values. 4: turbo5k, 5-bit keys and 3-bit values. Codes of bits: wht.cuh; rows of such keys
+// and values stay turned, queries are turned once and what was attended is turned back once.
 #pragma once
-#include "common.cuh"
+#include "wht.cuh"
+
+constexpr int CODE_HALF = 0, CODE_FP8 = 1, CODE_3 = 2, CODE_5 = 3;
+constexpr int KEY_CODE = KV_FORMAT == 1 ? CODE_FP8 : KV_FORMAT == 2 ? CODE_3 : KV_FORMAT == 4 ? CODE_5 : CODE_HALF;
+constexpr int VALUE_CODE = KV_FORMAT == 0 ? CODE_HALF : KV_FORMAT == 1 ? CODE_FP8 : CODE_3;
+__host__ __device__ constexpr bool is_turned(int code) { return code >= CODE_3; }
+__host__ __device__ constexpr int low_bits(int code) { return code == CODE_3 ? 2 : 4; }
+__host__ __device__ constexpr int code_row_bytes(int code) {
+  return is_turned(code) ? HEAD_DIM / BLOCK_DIMS * turned_bytes(low_bits(code)) : HEAD_DIM * (code == CODE_HALF ? 2 : 1);
+}
+constexpr bool TURNED_KEYS = is_turned(KEY_CODE), TURNED_VALUES = is_turned(VALUE_CODE);
 
 constexpr int BLOCK_POSITIONS = 64;
 constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;   // query heads of a key head
-constexpr int KV_BYTES = KV_FORMAT == 0 ? 2 : 1;
-constexpr int KV_ROW = HEAD_DIM * KV_BYTES;
-constexpr int KV_HEAD = BLOCK_POSITIONS * KV_ROW;
-constexpr int KV_VALUES = NUM_KV_HEADS * KV_HEAD;   // offset of the values in a layer's part
-static_assert(HEAD_DIM % 32 == 0 && NUM_HEADS % NUM_KV_HEADS == 0 && ROTARY_DIM % 2 == 0, "head geometry");
+constexpr int K_ROW = code_row_bytes(KEY_CODE), V_ROW = code_row_bytes(VALUE_CODE);
+constexpr int K_HEAD = BLOCK_POSITIONS * K_ROW, V_HEAD = BLOCK_POSITIONS * V_ROW;
+constexpr int KV_VALUES = NUM_KV_HEADS * K_HEAD;   // offset of the values in a layer's part
+static_assert(HEAD_DIM % 64 == 0 && NUM_HEADS % NUM_KV_HEADS == 0 && ROTARY_DIM % 2 == 0, "head geometry");
+static_assert(!TURNED_VALUES || HEAD_DIM == 256, "turned rows are two blocks of 128 numbers");
+static_assert(K_HEAD % 16 == 0 && V_HEAD % 16 == 0, "a head's part of a block is whole pieces of 16 bytes");
 
 struct Attend {
   const float* y;             // [rows, y_stride]: per head (query, gate), keys, values
@@ -24,24 +37,29 @@ struct Attend {
   unsigned char* blocks;
   float* part_ml;             // [rows, max_splits, heads, 2]
   float* part_o;              // [rows, max_splits, heads, HEAD_DIM]
-  uint16_t* q_half;           // prefill: [rows, heads, HEAD_DIM] fp16
-  float* q_factor;            // prefill: [rows, heads]
+  uint16_t* q_half;           // [rows, heads, HEAD_DIM] fp16; null: only keys and values are wanted
+  float* q_factor;            // [rows, heads]
   float* out;                 // [rows, out_stride]
+  int* counter;               // [COUNTERS] items of the split attention that blocks have taken, one a launch
   long long block_bytes, layer_offset;
   int num_seqs, rows, y_stride, out_stride, max_blocks, first_position, max_splits;
   float eps;
 };
+constexpr int COUNTERS = 64;
 
-__device__ __forceinline__ unsigned char* kv_tile(const Attend& p, int seq, int position, int head) {
+// A layer's part of the block that holds `position`: keys, and its values lie KV_VALUES bytes on.
+__device__ __forceinline__ unsigned char* kv_block(const Attend& p, int seq, int position) {
   const int block = p.block_tables[seq * p.max_blocks + position / BLOCK_POSITIONS];
-  return p.blocks + block * p.block_bytes + p.layer_offset + head * KV_HEAD + (position % BLOCK_POSITIONS) * KV_ROW;
+  return p.blocks + block * p.block_bytes + p.layer_offset;
 }
 
 // One warp: norm over the head, rotary angles on the first ROTARY_DIM dimensions. Leaves [HEAD_DIM] in work.
 __device__ __forceinline__ void norm_rope(const Attend& p, const float* source, const float* norm, int row, float* work) {
   const int lane = threadIdx.x % 32;
   constexpr int PER_LANE = HEAD_DIM / 32, HALF = ROTARY_DIM / 2;
-  float value[PER_LANE], squares = 0.0f;
+  float value[PER_LANE], weight[PER_LANE], squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) weight[i] = norm[lane + 32 * i];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     value[i] = source[lane + 32 * i];
@@ -50,55 +68,78 @@ __device__ __forceinline__ void norm_rope(const Attend& p, const float* source, 
   const float rms = rsqrtf(warp_sum(squares) / (float)HEAD_DIM + p.eps);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = value[i] * rms * norm[lane + 32 * i];
+  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = value[i] * rms * weight[i];
   __syncwarp();
   const float2* angles = reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF;
   for (int d = lane; d < HALF; d += 32) {
     const float a = work[d], b = work[d + HALF];
-    const float2 turn = angles[d];
-    work[d] = fmaf(a, turn.x, -__fmul_rn(b, turn.y));
-    work[d + HALF] = fmaf(b, turn.x, __fmul_rn(a, turn.y));
+    const float2 turned = angles[d];
+    work[d] = fmaf(a, turned.x, -__fmul_rn(b, turned.y));
+    work[d + HALF] = fmaf(b, turned.x, __fmul_rn(a, turned.y));
   }
   __syncwarp();
 }
 
-__device__ __forceinline__ float to_half_range(float value) { return fminf(fmaxf(value, -65504.0f), 65504.0f); }
+__device__ __forceinline__ float to_half_range(float value) { return value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value; }
 
 // One warp: [HEAD_DIM] floats -> a row of the cache.
-__device__ __forceinline__ void store_kv_row(const float* values, unsigned char* target) {
-  for (int d = 2 * (threadIdx.x % 32); d < HEAD_DIM; d += 64) {
-    if (KV_FORMAT == 0)
-      *reinterpret_cast<uint32_t*>(target + d * 2) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
-    else
-      *reinterpret_cast<uint16_t*>(target + d) = (uint16_t)e4m3x2_from_floats(values[d], values[d + 1]);
+template <int CODE> __device__ __forceinline__ void store_row(const float* values, unsigned char* target) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (is_turned(CODE)) {
+#pragma unroll
+    for (int half = 0; half < HEAD_DIM / BLOCK_DIMS; ++half) {
+      const float4 four = *reinterpret_cast<const float4*>(values + half * BLOCK_DIMS + 4 * lane);
+      float v[4] = {four.x, four.y, four.z, four.w};
+      store_turned<low_bits(CODE)>(v, target + half * turned_bytes(low_bits(CODE)));
+    }
+  } else {
+    for (int d = 2 * lane; d < HEAD_DIM; d += 64) {
+      if (CODE == CODE_HALF)
+        *reinterpret_cast<uint32_t*>(target + d * 2) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
+      else
+        *reinterpret_cast<uint16_t*>(target + d) = (uint16_t)e4m3x2_from_floats(values[d], values[d + 1]);
+    }
   }
 }
 
-// One warp: key and value of a row and key head into the cache. work: [HEAD_DIM] floats.
-__device__ __forceinline__ void write_kv(const Attend& p, int seq, int row, int head, float* work) {
-  const float* keys = p.y + (long long)row * p.y_stride + 2 * NUM_HEADS * HEAD_DIM + head * HEAD_DIM;
-  unsigned char* target = kv_tile(p, seq, p.positions[row], head);
-  norm_rope(p, keys, p.k_norm, row, work);
-  store_kv_row(work, target);
-  store_kv_row(keys + NUM_KV_HEADS * HEAD_DIM, target + KV_VALUES);
-  __syncwarp();
+// One warp: the key, or the value, of a row and key head into the cache. work: [HEAD_DIM] floats.
+__device__ __forceinline__ void write_key(const Attend& p, int seq, int row, int head, float* work) {
+  const int at = p.positions[row];
+  norm_rope(p, p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + head) * HEAD_DIM, p.k_norm, row, work);
+  store_row<KEY_CODE>(work, kv_block(p, seq, at) + head * K_HEAD + at % BLOCK_POSITIONS * K_ROW);
+}
+__device__ __forceinline__ void write_value(const Attend& p, int seq, int row, int head) {
+  const int at = p.positions[row];
+  const float* values = p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM;
+  store_row<VALUE_CODE>(values, kv_block(p, seq, at) + KV_VALUES + head * V_HEAD + at % BLOCK_POSITIONS * V_ROW);
 }
 
-// One warp: a query row as fp16, scaled by a power of two; returns what brings a product back and divides by sqrt(D).
+// One warp: a query row as fp16 in the keys' frame, scaled by a power of two; returns what brings a product back and divides
+// by sqrt(D).
 __device__ __forceinline__ float write_query(const Attend& p, int row, int head, float* work, uint16_t* target) {
+  const int lane = threadIdx.x % 32;
   norm_rope(p, p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM, p.q_norm, row, work);
+  if constexpr (TURNED_KEYS) {
+#pragma unroll
+    for (int half = 0; half < HEAD_DIM / BLOCK_DIMS; ++half) {
+      float4* four = reinterpret_cast<float4*>(work + half * BLOCK_DIMS + 4 * lane);
+      float v[4] = {four->x, four->y, four->z, four->w};
+      turn(v);
+      *four = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    __syncwarp();
+  }
   float largest = 0.0f;
-  for (int d = threadIdx.x % 32; d < HEAD_DIM; d += 32) largest = fmaxf(largest, fabsf(work[d]));
+  for (int d = lane; d < HEAD_DIM; d += 32) largest = fmaxf(largest, fabsf(work[d]));
   const float scale = half_range_scale(warp_max(largest));
-  for (int d = 2 * (threadIdx.x % 32); d < HEAD_DIM; d += 64)
+  for (int d = 2 * lane; d < HEAD_DIM; d += 64)
     *reinterpret_cast<uint32_t*>(target + d) = half2_from_floats(work[d] * scale, work[d + 1] * scale);
-  __syncwarp();
   return power_inverse(scale) * rsqrtf((float)HEAD_DIM);
 }
 
-// 16 bytes of the cache -> fp16 at target.
-__device__ __forceinline__ void expand_kv(const uint4& raw, uint16_t* target) {
-  if (KV_FORMAT == 0) {
+// 16 bytes of plain rows -> fp16 at target.
+template <int CODE> __device__ __forceinline__ void expand_plain(const uint4& raw, uint16_t* target) {
+  if (CODE == CODE_HALF) {
     *reinterpret_cast<uint4*>(target) = raw;
   } else {
     const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -110,27 +151,63 @@ __device__ __forceinline__ void expand_kv(const uint4& raw, uint16_t* target) {
   }
 }
 
-// A tile of KEYS consecutive positions of one head, carried in registers from the cache to shared memory.
-template <int KEYS, int TILE_THREADS> struct KvTile {
-  static constexpr int CHUNKS = KEYS * KV_ROW / 16, PER_THREAD = (CHUNKS + TILE_THREADS - 1) / TILE_THREADS;
-  static constexpr int ROW_CHUNKS = KV_ROW / 16, VALUES = 16 / KV_BYTES;
-  static_assert(KV_ROW % 16 == 0, "a row is a whole number of 16-byte pieces");
-  uint4 raw[PER_THREAD];
+// One warp, each thread another piece: 32 numbers of a turned row, from number 32 * piece on, times their norm -> fp16 at target,
+// or zeros. level: that of index threadIdx.x % 2^bits.
+template <int CODE> __device__ __forceinline__ void expand_turned(const unsigned char* row, int piece, bool wanted, float level, uint16_t* target) {
+  constexpr int LOW = low_bits(CODE);
+  const int half = piece / 4, part = piece % 4;
+  const unsigned char* block = row + half * turned_bytes(LOW);
+  uint32_t low[LOW], high[1];
+  read_words(block + 2 + 4 * LOW * part, half == 0, low);
+  read_words(block + 2 + 16 * LOW + 4 * part, half == 0, high);
+  const float norm = half_to_float(*reinterpret_cast<const uint16_t*>(block));
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t word[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float value[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int number = 8 * i + 2 * j + k, at = number * LOW;
+        value[k] = __shfl_sync(ALL_LANES, level, (low[at / 32] >> (at % 32) & ((1 << LOW) - 1)) | (high[0] >> number & 1) << LOW) * norm;
+      }
+      word[j] = wanted ? half2_from_floats(value[0], value[1]) : 0;
+    }
+    reinterpret_cast<uint4*>(target)[i] = make_uint4(word[0], word[1], word[2], word[3]);
+  }
+}
 
-  // Keys outside [first, end) become zeros.
-  __device__ __forceinline__ void load(const unsigned char* tile, int position, int first, int end) {
+// A tile of 64 consecutive positions of a head -> fp16 rows of `stride` halves in shared memory; keys outside [first, end)
+// become zeros. tile: the head's part of the block of `position`, a multiple of 64.
+template <int CODE, int TILE_THREADS>
+__device__ __forceinline__ void expand_tile(const unsigned char* tile, int position, int first, int end, uint16_t* shared, int stride) {
+  if constexpr (is_turned(CODE)) {
+    constexpr int PIECES = HEAD_DIM / 32;
+    static_assert(BLOCK_POSITIONS * PIECES % TILE_THREADS == 0, "whole warps");
+    const float level = level_of<low_bits(CODE)>(threadIdx.x);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BLOCK_POSITIONS * PIECES; i += TILE_THREADS) {
+      const int key = i / PIECES, piece = i % PIECES;
+      expand_turned<CODE>(tile + key * code_row_bytes(CODE), piece, position + key >= first && position + key < end, level,
+                          shared + key * stride + 32 * piece);
+    }
+  } else {
+    constexpr int ROW = code_row_bytes(CODE), CHUNKS = BLOCK_POSITIONS * ROW / 16, AT_ONCE = 2, VALUES = 16 * HEAD_DIM / ROW;
+    static_assert(CHUNKS % (TILE_THREADS * AT_ONCE) == 0 || CHUNKS < TILE_THREADS * AT_ONCE, "whole rounds");
+    for (int base = 0; base < CHUNKS; base += TILE_THREADS * AT_ONCE) {
+      uint4 raw[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int chunk = threadIdx.x + i * TILE_THREADS, key = position + chunk / ROW_CHUNKS;
-      raw[i] = make_uint4(0, 0, 0, 0);
-      if (chunk < CHUNKS && key >= first && key < end) raw[i] = __ldcg(reinterpret_cast<const uint4*>(tile) + chunk);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int chunk = base + threadIdx.x + i * TILE_THREADS, key = position + chunk / (ROW / 16);
+        raw[i] = make_uint4(0, 0, 0, 0);
+        if (chunk < CHUNKS && key >= first && key < end) raw[i] = __ldcg(reinterpret_cast<const uint4*>(tile) + chunk);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int chunk = base + threadIdx.x + i * TILE_THREADS;
+        if (chunk < CHUNKS) expand_plain<CODE>(raw[i], shared + chunk / (ROW / 16) * stride + chunk % (ROW / 16) * VALUES);
+      }
     }
   }
-  __device__ __forceinline__ void store(uint16_t* shared, int stride) const {
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int chunk = threadIdx.x + i * TILE_THREADS;
-      if (chunk < CHUNKS) expand_kv(raw[i], shared + chunk / ROW_CHUNKS * stride + chunk % ROW_CHUNKS * VALUES);
-    }
-  }
-};
+}

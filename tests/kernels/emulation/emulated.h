@@ -19,6 +19,7 @@ using std::min;
 #define __restrict__
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __constant__ static const
 #define __shared__ static
 #define __align__(n) alignas(n)
 
@@ -160,6 +161,7 @@ inline void group_barrier(int id, int threads) { emulated::group_barrier(id, thr
 inline void __syncwarp() { emulated::warp_barrier(); }
 inline void __threadfence() {}
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
+template <class T> T __shfl_sync(unsigned, T value, int source) { return emulated::exchange(value, source & 31); }
 inline bool __any_sync(unsigned, bool value) {
   emulated::warp().words[emulated::current % 32][0] = value;
   emulated::warp_barrier();
@@ -174,6 +176,8 @@ template <class T> T __ldcg(const T* at) { return *at; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
 #define __expf(x) expf(x)
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }

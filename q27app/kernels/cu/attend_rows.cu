@@ -1,0 +1,28 @@
+// attend_rows: q/k norm, rope and the turn of a format's frame for every row; keys and values enter the cache, queries wait as fp16.
+// Reference: reference.attention_inputs      Used by: layers.run_layer, before attend_decode and attend_prefill
+// Shapes:    y [rows, 2 A D + 2 G D] f32 -> the cache; q_half [rows, A, D] fp16, q_factor [rows, A] f32
+// Layout:    kv_format.cuh
+// Launch:    grid (rows, ceil((2 G + A) / 8)), block (256), one warp a key, a value or a query; grid.y of the keys and values
+//            alone where q_half is null
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT
+// Numbers:   f32; turned rows are coded to the byte as the NumPy codec does. Bound: latency.
+#include "kv_format.cuh"
+
+extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_constant__ Attend p) {
+  __align__(16) __shared__ float work[8][HEAD_DIM];
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x, warp = threadIdx.x / 32, task = blockIdx.y * 8 + warp;
+  if (row == 0 && blockIdx.y == 0 && threadIdx.x < COUNTERS && p.counter) p.counter[threadIdx.x] = 0;
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  if (task < NUM_KV_HEADS) {
+    write_key(p, seq, row, task, work[warp]);
+  } else if (task < 2 * NUM_KV_HEADS) {
+    write_value(p, seq, row, task - NUM_KV_HEADS);
+  } else if (task < 2 * NUM_KV_HEADS + NUM_HEADS && p.q_half) {
+    const long long at = (long long)row * NUM_HEADS + task - 2 * NUM_KV_HEADS;
+    const float factor = write_query(p, row, task - 2 * NUM_KV_HEADS, work[warp], p.q_half + at * HEAD_DIM);
+    if (threadIdx.x % 32 == 0) p.q_factor[at] = factor;
+  }
+}

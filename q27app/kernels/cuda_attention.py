@@ -1,0 +1,107 @@
+"""Launchers of attention over the paged cache: rows in, then the split family for few rows or the tiles of prefill."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels import cuda_args
+from q27app.kernels.batch import BLOCK_POSITIONS, Batch
+from q27app.kernels.memory import CudaBuffer
+
+ATTEND_ROWS = 16
+"""Rows of one launch of the split attention; its scratch is sized for them."""
+COUNTERS = 64
+"""Launches of a stage that can count their items (kv_format.cuh)."""
+ITEM_ROWS = (1, 4, 8, 16)
+"""Most rows of an item, by kernel: attend_decode_1 and so on."""
+MERGE_DIMS = 128
+
+
+def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int) -> int:
+    """Dynamic shared memory of attend_decode_N (DecodeShared in attend_decode.cu). form: the KVFormat; group: query heads of a
+    key head."""
+    groups = 2 if item_rows == 16 else 1
+    columns = groups * 8 * -(-item_rows // groups * group // 8)
+    tile = BLOCK_POSITIONS * (form.key_row_bytes(1, head_dim) + form.value_row_bytes(1, head_dim))
+    stages = 1 if form.key.storage == np.float16 else 2
+    copies = head_dim // 128 if form.is_turned else 1
+    pairs = 4 << 2 * form.key.low_bits + 2 if form.key.low_bits else 0
+    return (stages * tile + columns * (head_dim + 16) * 2 + copies * columns * (BLOCK_POSITIONS + 16) * 2 + 4 * columns * 4
+            + columns * 4 + pairs + 16)
+
+
+class Attention:
+    """The attend stage of a backend; owns no memory."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    def attend(self, y: CudaBuffer, layer, o: CudaBuffer | None) -> None:
+        backend, state, batch = self._backend, self._backend.state, self._backend.batch
+        geometry = state.geometry
+        width = 2 * geometry.num_heads * geometry.head_dim + 2 * geometry.num_kv_heads * geometry.head_dim
+        if y.shape[1] != width or o is not None and o.shape[1] != geometry.num_heads * geometry.head_dim:
+            raise Q27Error(f"attend: y has {y.shape[1]} columns, expected {width}.")
+        args = self._args(y, layer, o, batch)
+        tasks = 2 * geometry.num_kv_heads
+        if o is not None:
+            args.q_half, args.q_factor = backend.scratch.queries(batch.num_rows)
+            tasks += geometry.num_heads
+        backend.launch("attend_rows", "attend_rows", (batch.num_rows, -(-tasks // 8)), 256, 0, args, dependent=not backend.is_prefill)
+        if o is not None:
+            (self._prefill if backend.is_prefill else self._decode)(args, y, o, batch)
+
+    def _args(self, y: CudaBuffer, layer, o: CudaBuffer | None, batch: Batch) -> cuda_args.Attend:
+        backend, state, area, scratch = self._backend, self._backend.state, self._backend.area, self._backend.scratch
+        args = cuda_args.Attend()
+        args.y, args.q_norm, args.k_norm = y.address, layer.q_norm.address, layer.k_norm.address
+        args.rope, args.positions, args.row_starts = scratch.rope, area.at("positions"), area.at("row_starts")
+        args.block_tables, args.blocks, args.block_bytes = area.at("tables"), state.blocks, state.block_bytes
+        args.layer_offset, args.counter = layer.kv_index * state.layer_bytes, scratch.attend_counters
+        args.part_ml, args.part_o, args.max_splits = scratch.part_ml, scratch.part_o, scratch.max_splits
+        args.out, args.out_stride = (o.address, o.shape[1]) if o is not None else (0, 0)
+        args.num_seqs, args.rows, args.y_stride = batch.num_seqs, batch.num_rows, y.shape[1]
+        args.max_blocks, args.first_position, args.eps = area.table_stride, layer.first_position, backend.eps
+        return args
+
+    def _prefill(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
+        backend, geometry = self._backend, self._backend.state.geometry
+        warps = backend.device.card.attend_defines()["QUERY_WARPS"]
+        queries = warps * 16
+        tiles = sum(-(-int(rows) // queries) for rows in np.diff(batch.row_starts))
+        shared = (queries + 2 * 64) * (geometry.head_dim + 8) * 2
+        backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), warps * 32, shared, args, dependent=False)
+
+    def _item_rows(self, largest: int) -> int:
+        """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the card's shared memory takes."""
+        backend, state = self._backend, self._backend.state
+        geometry = state.geometry
+        fitting = [rows for rows in ITEM_ROWS if decode_shared_bytes(
+            state.form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, rows) <= backend.device.card.shared_bytes]
+        return next((rows for rows in fitting if rows >= largest), fitting[-1])
+
+    def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
+        """Whole sequences, as many as the scratch holds rows for, a launch."""
+        backend, area, card, scratch = self._backend, self._backend.area, self._backend.device.card, self._backend.scratch
+        geometry, form, starts = backend.state.geometry, backend.state.form, batch.row_starts
+        seq = launches = 0
+        while seq < batch.num_seqs:
+            stop = seq + 1
+            while stop < batch.num_seqs and starts[stop + 1] - starts[seq] <= ATTEND_ROWS:
+                stop += 1
+            first, rows = int(starts[seq]), int(starts[stop] - starts[seq])
+            item_rows = self._item_rows(int(np.diff(starts[seq:stop + 1]).max()))
+            args.num_seqs, args.row_starts = stop - seq, area.at("row_starts", seq)
+            args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
+            skip = first * args.max_splits * geometry.num_heads * 4
+            args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
+            shared = decode_shared_bytes(form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, item_rows)
+            blocks = card.num_sms * max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
+            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), 256 if item_rows == 16 else 128, shared, args)
+            merge = cuda_args.Attend.from_buffer_copy(args)
+            merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
+            merge.y, merge.out = y.row(first), o.row(first)
+            grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))
+            backend.launch("attend_decode", "attend_merge", grid, 256, 0, merge)
+            seq, launches = stop, launches + 1
