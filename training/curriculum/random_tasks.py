@@ -138,7 +138,7 @@ def _wrapped(rng: random.Random, core: str) -> str:
     """The statement with something said around it."""
     before = rng.choice(("", "", "", f"{words(rng, 1, 4)}: ", f"{words(rng, 1, 5)}, ", f"{words(rng, 1, 4)} that ", "Note that ", "Remember that "))
     after = rng.choice(("", "", "", "", f", {words(rng, 1, 4)}", f" {words(rng, 1, 3)}"))
-    return capital(rng, before + core + after + rng.choice((".", ".", ".", "", "!")))
+    return before + core + after + rng.choice((".", ".", ".", "", "!"))
 
 
 def _facts(rng: random.Random, count: int) -> list[tuple[str, str, str]]:
@@ -170,7 +170,8 @@ def random_recall(rng: random.Random, num_chars: int, num_facts: int, num_questi
     for owner, kind, value in facts:
         if rng.random() < 0.4:
             form = rng.choice(SAID)
-        lines.insert(rng.randint(0, len(lines)), _wrapped(rng, _filled(rng, form, o=owner, k=kind, v=value)))
+        said = _wrapped(rng, _filled(rng, form, o=owner, k=kind, v=value))
+        lines.insert(rng.randint(0, len(lines)), said if said.lower().startswith((value.lower(), owner.lower())) else capital(rng, said))
     text = rng.choice(("", "", f"{words(rng, 1, 6).capitalize()}:\n\n", "Text:\n\n", f"{words(rng, 3, 12).capitalize()}.\n\n")) \
         + ("\n" if rng.random() < 0.6 else " ").join(lines)
     steps: list[Step] = []
@@ -199,7 +200,8 @@ def random_extraction(rng: random.Random) -> Example:
                         "{w} {k} {v}", "{v} {w} {k}", "{v} {k}", "{w} {v} {w} {k}"))
     told = [_filled(rng, shape, k=key, v=value if isinstance(value, str) else json.dumps(value)) for key, value in rng.sample(list(record.items()), len(record))]
     joint = rng.choice((", ", "; ", ". ", "\n", " and ", f" {any_word(rng)} "))
-    body = capital(rng, rng.choice(("", "", f"{words(rng, 1, 5)} ", f"{words(rng, 1, 3)}: ")) + joint.join(told) + rng.choice((".", "", f" {words(rng, 1, 5)}.")))
+    before = capital(rng, rng.choice((f"{words(rng, 1, 5)} ", f"{words(rng, 1, 3)}: "))) if rng.random() < 0.5 else ""
+    body = before + joint.join(told) + rng.choice((".", "", f" {words(rng, 1, 5)}."))
     keys = list(record)
     rng.shuffle(keys)
     keys = keys[:rng.randint(1, len(keys))]
