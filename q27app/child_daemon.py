@@ -5,9 +5,11 @@ It reads none of the caller's configuration, only the settings it is given.
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from q27app.errors import EngineDied, Q27Error, Unreachable
 
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 15.0
+PR_SET_PDEATHSIG = 1
 
 
 class ChildEnded(Q27Error):
@@ -76,7 +79,8 @@ class ChildDaemon:
         environment = child_environment({"Q27APP_CONFIG": str(configuration), "NOTIFY_SOCKET": "",
                                          "PYTHONPATH": search_path}, settings=False)
         with self._log.open("wb") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                                    preexec_fn=_end_with_parent)
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         limit = time.monotonic() + self._limit_s
@@ -94,6 +98,14 @@ class ChildDaemon:
                 connection.close()
             time.sleep(0.1)
         raise Unreachable(f"the daemon was not ready after {self._limit_s:.0f} s. Its last words:\n{self.last_words()}")
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the process that started it ends in whatever way (Linux; elsewhere nothing)."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    except (OSError, AttributeError):
+        pass
 
 
 def _free_port() -> int:

@@ -19,7 +19,7 @@ COLUMNS = (
     Column("aggregate_per_s", "all tok/s", 1), Column("stream_per_s", "stream tok/s", 1), Column("slowest_per_s", "slowest tok/s", 1),
     Column("first_p50_ms", "first p50, ms", 0), Column("first_max_ms", "first max, ms", 0), Column("gap_p50_ms", "gap p50, ms", 1),
     Column("gap_p99_ms", "gap p99, ms", 1), Column("gap_max_ms", "gap max, ms", 1), Column("num_tokens", "tokens", 0),
-    Column("accepted_a_step", "accepted/step", 2), Column("errors", "errors", 0),
+    Column("accepted_a_step", "accepted/step", 2), Column("reuse_percent", "reuse %", 1), Column("errors", "errors", 0),
 )
 
 
@@ -57,12 +57,14 @@ def _figures(found: list[Exchange | str], seconds: float) -> dict[str, Any]:
     firsts = [item.first_s for item in good if item.first_s is not None]
     gaps = [gap for item in good for gap in item.gaps]
     tokens = sum(item.num_tokens for item in good)
+    known = [item for item in good if item.num_cached is not None and item.num_prompt]
     return {
         "seconds": round(seconds, 4), "num_tokens": tokens, "aggregate_per_s": round(tokens / seconds, 3),
         "stream_per_s": mean(rates), "slowest_per_s": min(rates, default=None), "first_p50_ms": _ms(quantile(firsts, 0.5)),
         "first_max_ms": _ms(max(firsts, default=None)), "gap_p50_ms": _ms(quantile(gaps, 0.5)), "gap_p99_ms": _ms(quantile(gaps, 0.99)),
         "gap_max_ms": _ms(max(gaps, default=None)), "errors": len(found) - len(good), "num_prompt": mean([
             item.num_prompt for item in good if item.num_prompt is not None]),
+        "reuse_percent": mean([100 * item.num_cached / item.num_prompt for item in known]),
         "first_error": next((item[:300] for item in found if isinstance(item, str)), ""),
     }
 

@@ -52,7 +52,8 @@ def make_report(journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> Rep
     columns = [Column("server", "server"), Column("tier", "tier"), Column("kv", "KV"), Column("length", "length", 0),
                Column("num_prompt", "prompt", 0), *(Column(f"depth_{depth}", f"at {depth}%, right %", 0) for depth in depths),
                Column("right_percent", "right %", 1), Column("first_s", "first, s", 1), Column("not_cold", "warm, left out", 0),
-               Column("refused", "refused", 0), Column("accepted_a_step", "accepted/step", 2)]
+               Column("refused", "refused", 0), Column("accepted_a_step", "accepted/step", 2),
+               Column("reuse_percent", "reuse %", 1)]
     rows = []
     for label, known in facts.items():
         for length in journal.settings["lengths"]:
@@ -76,5 +77,6 @@ def _figures(rows: list[dict[str, Any]], depths: list[int]) -> dict[str, Any]:
         "right_percent": share(counted), "num_prompt": mean([row["num_prompt"] for row in counted if row["num_prompt"]]),
         "first_s": mean([row["first_s"] for row in counted if row["first_s"]]), "not_cold": len(asked) - len(counted),
         "refused": len(rows) - len(asked), "trials": len(counted),
+        "reuse_percent": mean([100 * row["num_cached"] / row["num_prompt"] for row in counted if row["num_cached"] is not None]),
         "accepted_a_step": mean([row["accepted_a_step"] for row in counted if row["accepted_a_step"] is not None]),
     }
