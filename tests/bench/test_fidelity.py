@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from q27app.bench.captures import cost_bytes, make_capture, open_capture
+from q27app.bench.captures import cost_bytes, fill_capture, make_capture, open_capture
 from q27app.bench.corpus import Document, bounded, fingerprint, from_tokens
 from q27app.bench.divergence import Form, divergence, encode, parse_form
 from q27app.bench.fidelity import document_row, paired, summary
@@ -112,6 +113,7 @@ def test_errors_by_text_know_what_belongs_together():
     sums = 100 * random.standard_normal(40)
     assert cluster_error(list(sums), counts) == pytest.approx(sums.std(ddof=1) / 100 / math.sqrt(40), rel=1e-9)
     assert math.isnan(cluster_error([1.0], [5]))
+    assert cluster_error([2.0, 20.0, 200.0], [1, 10, 100]) == pytest.approx(0.0, abs=1e-12), "texts of one rate, however long"
 
 
 def test_t_quantiles_are_those_of_the_tables():
@@ -188,6 +190,17 @@ def test_captures_compare_without_their_models_and_go_on(nano, tmp_path, capfd):
     assert json.loads(capfd.readouterr().out)["rows"][0]["mean_kl"] == apart["mean_kl"] > 0
 
 
+def test_a_capture_computes_only_what_is_missing(tmp_path):
+    asked = []
+    feeder = SimpleNamespace(logits=lambda tokens: (asked.append(tokens), iter([made(len(tokens), len(tokens))]))[1])
+    documents = [Document(str(size), tuple(range(size))) for size in (20, 30, 40)]
+    capture = make_capture(tmp_path / "c", documents, 300, Form("full"), {})
+    fill_capture(capture, feeder, documents, lambda line: None)
+    capture.chunk_path(1, 0).unlink()
+    fill_capture(make_capture(tmp_path / "c", documents, 300, Form("full"), {}), feeder, documents, lambda line: None)
+    assert [len(tokens) for tokens in asked] == [20, 30, 40, 30] and capture.num_complete() == 3
+
+
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"x" * 1000])
 def test_a_damaged_chunk_is_refused(tmp_path, damage):
     documents = [Document("a", tuple(range(40)))]
@@ -202,8 +215,6 @@ def test_a_damaged_chunk_is_refused(tmp_path, damage):
 
 
 def test_a_capture_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
     monkeypatch.setattr("q27app.bench.captures.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(UsageError, match="GB are free"):
         make_capture(tmp_path / "c", [Document("a", (1,) * 100)], 300, Form("exact"), {})
