@@ -52,6 +52,13 @@ class Attention:
         if o is not None:
             (self._prefill if backend.is_prefill else self._decode)(args, y, o, batch)
 
+    def store(self, y: CudaBuffer, layer) -> None:
+        """The batch's keys and values of y into the cache as they are, without norm and rope: how a measurement fills a deep
+        cache with the codec's own writer."""
+        backend, batch = self._backend, self._backend.batch
+        grid = (batch.num_rows, -(-2 * backend.state.geometry.num_kv_heads // 8))
+        backend.launch("attend_rows", "store_rows", grid, 256, 0, self._args(y, layer, None, batch), dependent=False)
+
     def _args(self, y: CudaBuffer, layer, o: CudaBuffer | None, batch: Batch) -> cuda_args.Attend:
         backend, state, area, scratch = self._backend, self._backend.state, self._backend.area, self._backend.scratch
         args = cuda_args.Attend()

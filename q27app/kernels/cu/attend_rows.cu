@@ -1,9 +1,10 @@
 // attend_rows: q/k norm, rope and the turn of a format's frame for every row; keys and values enter the cache, queries wait as fp16.
+// store_rows writes keys and values as they are, without norm and rope.
 // Reference: reference.attention_inputs      Used by: layers.run_layer, before attend_decode and attend_prefill
 // Shapes:    y [rows, 2 A D + 2 G D] f32 -> the cache; q_half [rows, A, D] fp16, q_factor [rows, A] f32
 // Layout:    kv_format.cuh
 // Launch:    grid (rows, ceil((2 G + A) / 8)), block (256), one warp a key, a value or a query; grid.y of the keys and values
-//            alone where q_half is null
+//            alone where q_half is null; store_rows: that grid, y's keys and values alone
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT
 // Numbers:   f32; turned rows are coded to the byte as the NumPy codec does. Bound: latency.
 #include "kv_format.cuh"
@@ -24,5 +25,18 @@ extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_const
     const long long at = (long long)row * NUM_HEADS + task - 2 * NUM_KV_HEADS;
     const float factor = write_query(p, row, task - 2 * NUM_KV_HEADS, work[warp], p.q_half + at * HEAD_DIM);
     if (threadIdx.x % 32 == 0) p.q_factor[at] = factor;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256) store_rows(const __grid_constant__ Attend p) {
+  const int row = blockIdx.x, task = blockIdx.y * 8 + threadIdx.x / 32;
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  if (task < NUM_KV_HEADS) {
+    const int at = p.positions[row];
+    store_row<KEY_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + task) * HEAD_DIM,
+                        kv_block(p, seq, at) + task * K_HEAD + at % BLOCK_POSITIONS * K_ROW);
+  } else if (task < 2 * NUM_KV_HEADS) {
+    write_value(p, seq, row, task - NUM_KV_HEADS);
   }
 }

@@ -1,0 +1,101 @@
+"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors] [speed] [forced]`.
+
+codes: a million heads written by the device have the bytes of the NumPy codec. errors: the 27B's heads against NumPy over the
+same cache, and a row's bits in groups of every size. speed: microseconds a layer, from graphs over 16 layers; the cache is
+filled through the codec's writer. forced: errors and speed as on a card of compute capability 8.6.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from q27app.kernels.kv_formats import kv_format
+from tests.gpu.big import timed
+from tests.gpu.checks import attempt, failures, limited, line, open_device
+from tests.kernels.attend_checks import AttendBench, check_attend, check_codes, fill
+from tests.model.geometry import config_27b
+
+CONFIG = replace(config_27b(), intermediate_size=256, vocab_size=2048)
+FORMATS = ("fp16", "fp8", "turbo5k", "turbo3")
+TOLERANCE = 5e-4
+
+
+def formats(device) -> list[str]:
+    return [name for name in FORMATS if device.card.capability >= kv_format(name).min_compute_capability]
+
+
+def codes(device, rows: int = 131_072) -> None:
+    for name in formats(device):
+        def check(name=name):
+            bench = AttendBench(device, CONFIG, name, -(-rows // 64), 1, 2048)
+            heads = sum(check_codes(bench, rows if name.startswith("turbo") else 4096, seed) for seed in (1,))
+            return f"{heads} heads, the same bytes"
+        attempt(f"codes {name}", check)
+
+
+def errors(device) -> None:
+    for name in formats(device):
+        def check(name=name):
+            bench = AttendBench(device, CONFIG, name, 640, 1, 1024)
+            fill(bench, 40_000)
+            found = [check_attend(bench, at, counts) for at, counts in ((0, (16, 1, 3, 5, 8)), (60, (16, 1, 4)), (5000, (16, 1, 2, 8)),
+                                                                       (32_760, (16, 1, 8)))]
+            found += [check_attend(bench, at, (rows,), "prefill") for at, rows in ((0, 200), (4990, 70))]
+            return limited(max(found), TOLERANCE) + " (" + " ".join(f"{error:.1e}" for error in found) + ")"
+        attempt(f"errors {name}", check)
+
+
+DEPTHS = (10, 2000, 32_000, 131_072, 240_000, 262_128)
+
+
+def speed(device, layers: int = 16, depths=DEPTHS) -> None:
+    for name in formats(device):
+        start = time.perf_counter()
+        bench = AttendBench(device, CONFIG, name, 4096, layers, 1024)
+        fill(bench, 262_144)
+        backend, random = bench.backend, np.random.default_rng(1)
+        bench.put(random.standard_normal((1024, bench.width)).astype(np.float32))
+        form = kv_format(name)
+        row_bytes = form.key_row_bytes(4, 256) + form.value_row_bytes(4, 256)
+        line(f"filled {name}", f"{time.perf_counter() - start:.1f} s, free {device.free_bytes() / 1e9:.1f} GB")
+        for rows in (1, 4, 8, 16):
+            texts = []
+            for position in depths:
+                backend.begin(bench.batch("decode", position, rows), bench.state)
+                y, out = bench.y.rows(rows), bench.out.rows(rows)
+                run = lambda: [backend.attend(y, layer, out) for layer in bench.layer]  # noqa: E731
+                run()
+                each = timed(backend, backend.record(run), 12) * 1000 / layers
+                texts.append(f"{position}: {each:.1f} ({position * row_bytes / each / 1e6:.2f})")
+            line(f"  {name}, {rows} rows: us (TB/s)", "  ".join(texts))
+        for base in (7168, 130_048):
+            backend.begin(bench.batch("prefill", base, 1024), bench.state)
+            run = lambda: [backend.attend(bench.y, layer, bench.out) for layer in bench.layer[:4]]  # noqa: E731
+            each = timed(backend, run, 4) * 1000 / 4
+            line(f"  {name}, prefill of 1,024 at {base}", f"{each:.0f} us a layer, {24 * 4 * 256 * 1024 * (base + 512) / each / 1e6:.0f} TFLOP/s")
+        bench.state.release()
+
+
+def forced(device) -> None:
+    device.close()
+    played = open_device(force_arch="86")
+    line("played card", f"{played.card.target}, {played.card.shared_bytes} bytes of shared memory")
+    errors(played)
+    speed(played, 4, (10, 32_000, 240_000))
+    played.close()
+
+
+def main(names: list[str]) -> int:
+    device = open_device()
+    for name in names or ["codes", "errors", "speed", "forced"]:
+        attempt(name, lambda name=name: {"codes": codes, "errors": errors, "speed": speed, "forced": forced}[name](device) or "done")
+    line("failed", ", ".join(failures) or "nothing")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The attend kernels on the CPU (tests/kernels/emulation) by KV format: codes to the byte, results near NumPy, bits of a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from q27app.errors import UsageError
+from q27app.kernels import cuda_attention
+from q27app.kernels.card import MAX_CONTEXT, cut_count
+from q27app.kernels.kv_formats import kv_format
+from tests.kernels import attend_checks, cuda_checks
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+CONFIG = replace(cuda_checks.NANO, num_heads=12, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("name", ["turbo5k", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp16", "fp8", "turbo3v", "turbo3"))])
+@pytest.mark.parametrize("card", [CARD, pytest.param(SMALL_CARD, marks=pytest.mark.long)], ids=["wide", "99 KiB"])
+def test_attention_of_a_format(name, card):
+    if name == "fp8" and card is SMALL_CARD:
+        pytest.skip("a card of 8.6 has no fp8")
+    device = EmulatedDevice(card)
+    bench = attend_checks.AttendBench(device, CONFIG, name, 6, 2, 80)
+    assert attend_checks.check_codes(bench, 70, 1) == 280
+    attend_checks.fill(bench, 192)
+    for position, counts, phase in ((0, (5, 1), "decode"), (186, (12, 1, 8, 3), "decode"), (61, (70,), "prefill")):
+        assert attend_checks.check_attend(bench, position, counts, phase) < 5e-4
+    device.check_guards()
+
+
+def test_a_head_of_another_size_is_refused_on_a_card():
+    with pytest.raises(UsageError, match="turbo5k needs heads of 256 numbers on the GPU, this model's have 128"):
+        attend_checks.AttendBench(EmulatedDevice(), replace(CONFIG, head_dim=128), "turbo5k", 2)
+
+
+def test_cuts_cover_the_longest_window_in_order():
+    for card in (CARD, SMALL_CARD):
+        defines = card.attend_defines()
+        counts = [cut_count(defines, keys) for keys in range(0, MAX_CONTEXT + 1, 64)]
+        assert counts[:2] == [0, 1] and all(0 <= b - a <= 1 for a, b in zip(counts, counts[1:]))
+        assert cut_count(defines, MAX_CONTEXT) < 480
+
+
+@pytest.mark.parametrize("name", ["fp16", "turbo5k", "turbo3"])
+def test_eight_rows_share_one_read_on_the_smallest_card(name):
+    needed = cuda_attention.decode_shared_bytes(kv_format(name), 256, 6, 8)
+    assert needed <= SMALL_CARD.shared_bytes
