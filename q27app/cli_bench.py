@@ -131,6 +131,7 @@ def demo_eval(model: str, backend: str | None, template: str | None, count: int 
     Two splits: "held" has other values, "new" also other wordings, names and tools than the training text.
     """
     from q27app.bench.demo_eval import load_cases, scores, table
+    from q27app.bench.stamp import make_stamp, stamp_lines
     from q27app.chat.template import open_template
     from q27app.cli_generate import start_engine, tokenizer_of
     from q27app.config import load_config
@@ -148,13 +149,16 @@ def demo_eval(model: str, backend: str | None, template: str | None, count: int 
     try:
         found = scores(engine, tokenizer, open_template(metadata, tokenizer, config.model.template), cases,
                        None if as_json else _progress, _complain if failures else None)
+        info = engine.status().model
+        served = {"kv": info.get("kv_format"), "backend": info.get("backend"), "context": engine.max_context}
     finally:
         engine.close()
     tier = metadata.get("q27app.tier", "")
+    stamp = make_stamp(model=config.model.path, tier=tier, **served)
     if as_json:
-        click.echo(json.dumps({"model": config.model.path, "tier": tier, "examples": len(cases), "scores": found}))
+        click.echo(json.dumps({"model": config.model.path, "tier": tier, "examples": len(cases), "scores": found, "stamp": stamp}))
         return
-    click.echo(f"{config.model.path}, tier {tier}, {len(cases)} examples, greedy\n{table(found)}")
+    click.echo("\n".join([*stamp_lines(stamp), "", f"{len(cases)} examples, greedy", table(found)]))
 
 
 def _progress(done: int, total: int) -> None:
