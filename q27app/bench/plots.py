@@ -9,6 +9,8 @@ from typing import Any
 
 from q27app.errors import UsageError
 
+MARKERS = "ovs^D<P>X*h"
+"""One a stage in the roofline."""
 EXTRA_HINT = "Install it with `pip install 'q27app[bench]'`, or draw later, elsewhere: q27app bench plot JOURNAL FILE.png"
 
 
@@ -128,17 +130,20 @@ def _kernels(axis: Any, rows: Sequence[Mapping[str, Any]], report: Mapping[str, 
         ridge = tflops * 1e3 / gb_per_s
         axis.plot([low, ridge, max(high, ridge * 4)], [low * gb_per_s / 1e3, tflops, tflops], color="black", linewidth=1,
                   label=f"measured peaks: {gb_per_s:,.0f} GB/s, {tflops:,.0f} TFLOP/s")
-    for pass_name in dict.fromkeys(row["pass"] for row in shown):
-        some = [(x, row) for x, row in zip(xs, shown, strict=True) if row["pass"] == pass_name]
-        axis.plot([x for x, _ in some], [row["tflop_per_s"] for _, row in some], "o", markersize=4, label=pass_name)
-        for x, row in some:
-            axis.annotate(row["stage"], (x, row["tflop_per_s"]), fontsize=5, xytext=(3, -3), textcoords="offset points")
+    stages = list(dict.fromkeys(row["stage"] for row in shown))
+    for number, pass_name in enumerate(dict.fromkeys(row["pass"] for row in shown)):
+        axis.plot([], [], "s", color=f"C{number}", label=pass_name)
+        for x, row in zip(xs, shown, strict=True):
+            if row["pass"] == pass_name:
+                axis.plot(x, row["tflop_per_s"], MARKERS[stages.index(row["stage"]) % len(MARKERS)], color=f"C{number}", markersize=6)
+    for stage in stages:
+        axis.plot([], [], MARKERS[stages.index(stage) % len(MARKERS)], color="grey", label=stage)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("arithmetic intensity, FLOP/byte")
     axis.set_ylabel("TFLOP/s")
     axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=6, loc="lower right")
 
 
 PAINTERS: dict[str, Callable[[Any, Sequence[Mapping[str, Any]], Mapping[str, Any]], None]] = {

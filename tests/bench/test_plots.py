@@ -36,3 +36,23 @@ def test_what_is_no_report_is_refused(capfd, tmp_path, content):
     (tmp_path / "report").write_text(content)
     assert run(["bench", "plot", str(tmp_path / "report"), str(tmp_path / "x.png")]) == 2
     assert "Traceback" not in capfd.readouterr().err
+
+
+ROWS = {
+    "speed": [{"server": "a", "test": "depth 0", "num_prompt": 40, "decode_per_s": 9.0}, {"server": "a", "test": "depth 100",
+              "num_prompt": 100, "decode_per_s": 8.0, "prefill_per_s": 70.0}],
+    "concurrency": [{"server": "a", "streams": 1, "aggregate_per_s": 9.0, "first_p50_ms": None}],
+    "turns": [{"server": "a", "turn": 1, "first_ms": 20.0, "wall_s": 1.0}],
+    "needle": [{"length": 4096, "depth_0": 100.0, "depth_50": None}],
+    "fidelity": [{"candidate": "c", "mean_kl": 1e-3, "low": 5e-4, "high": 2e-3, "p99": 0.0, "max": 0.1}, {"candidate": "d", "mean_kl": 0.0}],
+    "kernels": [{"pass": "1 rows", "stage": "down", "bytes": 100, "flops": 400, "tflop_per_s": 0.5}, {"pass": "1 rows", "stage": "whole pass"}],
+}
+
+
+@pytest.mark.parametrize("name", plots.PAINTERS)
+def test_every_bench_has_its_picture(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    report = {"bench": name, "stamp": {"card": "none"}, "rows": ROWS[name], "settings": {"depths": [0, 50]},
+              "peaks": {"gb_per_s": 100.0, "tflop_per_s": 5.0}}
+    plots.draw(report, str(tmp_path / "x.png"))
+    assert (tmp_path / "x.png").stat().st_size > 5000
