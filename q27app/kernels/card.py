@@ -31,7 +31,7 @@ class Card:
 
     @property
     def target(self) -> str:
-        number = f"{self.capability[0]}{self.capability[1]}"
+        number = f"{self.capability[0]}{self.capability[1]}" + "a" * self.has_warpgroups
         return f"compute_{number}" if self.forced else f"sm_{number}"
 
     @property
@@ -41,6 +41,11 @@ class Card:
     @property
     def has_dependent_launch(self) -> bool:
         return self.capability >= (9, 0)
+
+    @property
+    def has_warpgroups(self) -> bool:
+        """Matrix instructions of four warps; they are of this very capability."""
+        return self.capability == (9, 0) and not self.forced
 
     @property
     def is_wide(self) -> bool:
@@ -53,7 +58,9 @@ class Card:
         return {"RING_BYTES_8": 2176, "RING_BYTES_16": 2176}
 
     def linear_tiles_defines(self) -> dict[str, int]:
-        return {"WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WIDE_TOKENS": 128, "TILE_STAGES": 2}
+        if self.has_warpgroups:
+            return {"WARPGROUPS": 1, "WIDE_TOKENS": 128, "TILE_STAGES": 8}
+        return {"WARPGROUPS": 0, "WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WARPGROUPS": 0, "WIDE_TOKENS": 128, "TILE_STAGES": 2}
 
     def attend_defines(self) -> dict[str, int]:
         """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""

@@ -41,9 +41,9 @@ class LinearRows(ctypes.Structure):
 
 class LinearTiles(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights x inverse out"),
+        *_fields(p="weights x inverse out partial"),
         ("segments", Segment * MAX_SEGMENTS),
-        *_fields(i="num_segments rows units wrap x_stride out_stride out_rows"),
+        *_fields(i="num_segments rows units wrap x_stride out_stride out_rows splits"),
     ]
 
 
@@ -72,7 +72,7 @@ class Rope(ctypes.Structure):
 
 
 class Halves(ctypes.Structure):
-    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps")
+    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps", i2="blocked")
 
 
 class SiluMul(ctypes.Structure):

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
-from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes
+from q27app.kernels.cuda_weights import (
+    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes,
+)
 from q27app.kernels.memory import CudaBuffer
 
-BLOCK_TILES, NARROW_TOKENS, ROW_PAD = 8, 64, 8
+NARROW_TOKENS, ROW_PAD = 64, 8
+NARROW_ROWS = 192
+"""Prefill rows up to which warpgroups take narrow blocks."""
+SIDE_BY_SIDE_ROWS = 512
+"""Prefill rows up to which the K splits of a matrix run side by side."""
+MAX_TILE_SPLITS = 4
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
 
@@ -28,6 +35,22 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
         raise Q27Error(f"{what}: the weight is not a row list for this stage.")
     if weight.shape[1] != width_in or weight.shape[0] != width_out:
         raise Q27Error(f"{what}: weight {list(weight.shape)}, expected [{width_out}, {width_in}].")
+
+
+def tile_splits(card, weight: CudaWeight) -> int:
+    """K splits of a matrix whose sums are added to the residual, in prefill: fixed for matrix and card, whatever the rows."""
+    blocks = sum(-(-segment.num_tiles // 8) for segment in weight.segments)
+    return max(1, min(MAX_TILE_SPLITS, weight.units // 8, -(-card.num_sms // blocks)))
+
+
+def tiles_shared_bytes(card, weight: CudaWeight, tokens: int, tiles: int) -> int:
+    """Dynamic shared memory of linear_tiles (tiles_warp.cuh, tiles_warpgroup.cuh)."""
+    stages = card.linear_tiles_defines()["TILE_STAGES"]
+    if not card.has_warpgroups:
+        unit = max(UNIT_BYTES[segment.kind] for segment in weight.segments)
+        return stages * (tiles * unit + tokens * (UNIT_COLS + ROW_PAD) * 2)
+    share = {KIND_Q4: stages, KIND_Q8: stages * 3 // 4, KIND_F16: stages // 2}
+    return 1024 + max(share[segment.kind] * (tiles * UNIT_BYTES[segment.kind] + tokens * UNIT_COLS * 2) for segment in weight.segments)
 
 
 class LinearStages:
@@ -99,21 +122,25 @@ class LinearStages:
         if not rows:
             return
         backend = self._backend
-        padded = weight.activation_units * UNIT_COLS
+        card, padded = backend.device.card, weight.activation_units * UNIT_COLS
         halves, inverse = backend.scratch.halves(rows, padded)
         backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
-            x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps),
-            dependent=False)
-        defines = backend.device.card.linear_tiles_defines()
-        wide = rows > NARROW_TOKENS
-        tokens = defines["WIDE_TOKENS"] if wide else NARROW_TOKENS
-        unit = max(segment.tile_bytes // weight.units for segment in weight.segments)
-        shared = defines["TILE_STAGES"] * (BLOCK_TILES * unit + tokens * (UNIT_COLS + ROW_PAD) * 2)
-        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, weight.segment_args(), len(weight.segments),
-                                     rows, weight.units, weight.wrap, padded, out.shape[1], out_rows)
-        blocks = sum(-(-segment.num_tiles // BLOCK_TILES) for segment in weight.segments)
-        backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}", (-(-rows // tokens), blocks), 256,
-                       shared, args, dependent=False)
+            x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
+            int(card.has_warpgroups)), dependent=False)
+        wide = rows > (NARROW_ROWS if card.has_warpgroups else NARROW_TOKENS)
+        tokens = card.linear_tiles_defines()["WIDE_TOKENS"] if wide else NARROW_TOKENS
+        tiles = 16 if wide and card.has_warpgroups else 8
+        splits = tile_splits(card, weight) if stage == "add" else 1
+        together = splits > 1 and rows <= SIDE_BY_SIDE_ROWS
+        partial = backend.scratch.split_sums(splits * rows * out_rows * 4) if together else 0
+        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, partial, weight.segment_args(), len(weight.segments),
+                                     rows, weight.units, weight.wrap, padded, out.shape[1], out_rows, splits)
+        grid = (-(-rows // tokens), sum(-(-segment.num_tiles // tiles) for segment in weight.segments), splits if together else 1)
+        threads = 128 if card.has_warpgroups and not wide else 256
+        backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}", grid, threads,
+                       tiles_shared_bytes(card, weight, tokens, tiles), args, dependent=False)
+        if together:
+            backend.launch("linear_tiles", "linear_tiles_merge", (rows,), 256, 0, args, dependent=False)
 
     # rows in and out
 

@@ -111,6 +111,8 @@ def block_size(name: str, defines: dict[str, int]) -> int:
         return 1024
     if name in ("delta_step", "delta_chunk"):
         return defines["DELTA_DIM"] // defines["SLICES"] * defines["DELTA_DIM"] // 16
+    if name.startswith("linear_tiles_") and name.endswith("narrow") and defines["WARPGROUPS"]:
+        return 128
     return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256
 
 

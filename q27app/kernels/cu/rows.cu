@@ -157,7 +157,13 @@ struct Halves {
   float* inverse;                 // [rows] 1 / scale
   int width, padded, x_stride;
   float eps;
+  int blocked;                    // layout of out: row-major, or in blocks (tiles_warpgroup.cuh)
 };
+
+// Column of the even position of a unit, in the order of the fragments: a pair of columns stays a pair.
+__device__ __forceinline__ int fragment_column(int position) {
+  return (position / 2 & 3) * 16 + (position >> 5) * 8 + (position >> 4 & 1) * 4 + (position >> 3 & 1) * 2;
+}
 
 // Prefill: (norm,) power-of-two scale per row, fp16.
 extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
@@ -175,6 +181,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
   for (int w = 0; w < THREADS / 32; ++w) largest = fmaxf(largest, shared[w]);
   const float scale = half_range_scale(__fmul_rn(largest, rms)), factor = __fmul_rn(rms, scale);
   if (threadIdx.x == 0) p.inverse[row] = power_inverse(scale);
+  if (p.blocked) {
+    for (int piece = threadIdx.x; piece < p.padded / 8; piece += THREADS) {
+      const int unit = piece / 8, place = (row / 64 * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float two[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int k = unit * UNIT_COLS + fragment_column(piece % 8 * 8 + 2 * i) + e;
+          two[e] = k < p.width ? __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor) : 0.0f;
+        }
+        pairs[i] = half2_from_floats(two[0], two[1]);
+      }
+      reinterpret_cast<uint4*>(p.out + (long long)place * UNIT_COLS)[piece % 8 ^ row % 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    return;
+  }
   uint16_t* out = p.out + (long long)row * p.padded;
   for (int k = threadIdx.x; k < p.padded; k += THREADS)
     out[k] = k < p.width ? half_from_float(__fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor)) : 0;

@@ -249,6 +249,21 @@ inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_f16(d, a0, a1, a2, a3, b0, b1);
 }
+inline void warpgroup_begin() {}
+inline void warpgroup_commit() {}
+template <int PENDING> void warpgroup_wait() {}
+template <int GROUPS> void warpgroup_settle(float (&)[GROUPS][4]) {}
+inline void publish_shared() {}
+template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* rows, int step) {
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  for (int n = 0; n < GROUPS; ++n) {   // a warp needs only its own 16 rows of A
+    uint32_t b[2];
+    const int row = 8 * n + g;
+    for (int high = 0; high < 2; ++high)
+      memcpy(&b[high], static_cast<const unsigned char*>(rows) + row * 128 + ((2 * step + high) ^ (row & 7)) * 16 + 4 * q, 4);
+    mma_f16(c[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+  }
+}
 inline void load_transposed(uint32_t (&out)[4], const void* row) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;

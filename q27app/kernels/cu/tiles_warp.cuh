@@ -1,0 +1,91 @@
+// linear_tiles by warps (mma_f16): 8 tiles a block, x row-major, SHAPE 2: 2 warps side by side on the tiles, SHAPE 1: 4.
+#pragma once
+#include "quant.cuh"
+
+constexpr int ROW_HALVES = UNIT_COLS + 8;
+template <int SHAPE> __host__ __device__ constexpr int block_tiles() { return 8; }
+template <int SHAPE> __host__ __device__ constexpr int block_threads() { return 256; }
+template <int SHAPE> __host__ __device__ constexpr int blocks_at_once() { return 1; }
+template <int KIND> __host__ __device__ constexpr int weight_stage() { return 8 * Unit<KIND>::BYTES; }
+
+template <int KIND, int TOKENS>
+__device__ __forceinline__ void fetch(const LinearTiles& p, const unsigned char* weights, int tile_bytes, int last_tile, int token,
+                                      int unit, unsigned char* stage) {
+  constexpr int CHUNKS = Unit<KIND>::BYTES / 16, THREADS = 256;
+  for (int i = threadIdx.x; i < 8 * CHUNKS; i += THREADS) {
+    const int tile = i / CHUNKS, chunk = i % CHUNKS;
+    copy_async_16(stage + i * 16, weights + (long long)min(tile, last_tile) * tile_bytes + (long long)unit * Unit<KIND>::BYTES + chunk * 16);
+  }
+  unsigned char* rows = stage + weight_stage<KIND>();
+  const int column = (p.wrap && unit >= p.wrap ? unit - p.wrap : unit) * UNIT_COLS;
+#pragma unroll
+  for (int i = 0; i < TOKENS * 8 / THREADS; ++i) {
+    const int chunk = threadIdx.x + i * THREADS, row = chunk / 8, piece = chunk % 8;
+    copy_async_16(rows + row * ROW_HALVES * 2 + piece * 16,
+                  p.x + (long long)min(token + row, p.rows - 1) * p.x_stride + column + piece * 8);
+  }
+}
+
+template <int KIND, int EPILOGUE, int TOKENS, int SHAPE>
+__device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segment& segment, int first_tile, int split) {
+  SHARED_BYTES(shared);
+  constexpr int WARPS_W = SHAPE == 2 ? 2 : 4, WARPS_T = 8 / WARPS_W, M = 8 / WARPS_W, N = TOKENS / WARPS_T / 8, STAGES = TILE_STAGES;
+  constexpr int STAGE = weight_stage<KIND>() + TOKENS * ROW_HALVES * 2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, q = lane & 3;
+  const int warp_tile = warp % WARPS_W * M, warp_token = warp / WARPS_W * N * 8, token = blockIdx.x * TOKENS;
+  const unsigned char* weights = p.weights + segment.offset + (long long)(first_tile - segment.first_tile) * segment.tile_bytes;
+  const int last_tile = segment.first_tile + segment.num_tiles - 1 - first_tile;
+  const int begin = split_begin(p, split), units = split_begin(p, split + 1) - begin;
+  float acc[M][N][4];
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, begin + i, shared + i * STAGE);
+    copy_async_commit();
+  }
+#pragma unroll 1
+  for (int unit = 0; unit < units; ++unit) {
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+    const int next = unit + STAGES - 1;
+    if (next < units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, begin + next, shared + next % STAGES * STAGE);
+    copy_async_commit();
+    const unsigned char* stage = shared + unit % STAGES * STAGE;
+    const uint16_t* rows = reinterpret_cast<const uint16_t*>(stage + weight_stage<KIND>());
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4 b[N];
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        b[n] = *reinterpret_cast<const uint4*>(rows + (warp_token + n * 8 + g) * ROW_HALVES + q * 16 + half * 8);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        uint32_t a[2][4];
+        decode_half_unit<KIND>(stage + (warp_tile + m) * Unit<KIND>::BYTES, lane, half, a);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          mma_f16(acc[m][n], a[0][0], a[0][1], a[0][2], a[0][3], b[n].x, b[n].y);
+          mma_f16(acc[m][n], a[1][0], a[1][1], a[1][2], a[1][3], b[n].z, b[n].w);
+        }
+      }
+    }
+  }
+  copy_async_wait<0>();
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int column = token + warp_token + n * 8 + 2 * q + j;
+      if (column >= p.rows) continue;
+      const float inverse = p.inverse[column];
+#pragma unroll
+      for (int m = 0; m < M; m += EPILOGUE == GATE_UP ? 2 : 1)
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper)
+          put_value<EPILOGUE>(p, segment, first_tile + warp_tile + m, g + 8 * upper, column, __fmul_rn(acc[m][n][2 * upper + j], inverse),
+                              EPILOGUE == GATE_UP ? __fmul_rn(acc[m + (EPILOGUE == GATE_UP)][n][2 * upper + j], inverse) : 0.0f);
+    }
+}
