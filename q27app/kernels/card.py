@@ -45,7 +45,7 @@ class Card:
     @property
     def has_warpgroups(self) -> bool:
         """Matrix instructions of four warps; they are of this very capability."""
-        return self.capability == (9, 0) and not self.forced
+        return self.capability in WARPGROUP_KINDS and not self.forced
 
     @property
     def is_wide(self) -> bool:
@@ -73,6 +73,20 @@ class Card:
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""
         return {1: 4, 4: 3, 8: 2, 16: 1}[item_rows]
+
+
+WARPGROUP_KINDS: frozenset[tuple[int, int]] = frozenset()
+"""Capabilities whose warpgroup matrix instructions are used."""
+
+
+def card_of(capability: str) -> Card:
+    """A card of a kind, to compile for: "86". Its multiprocessors are not known. Raises UsageError."""
+    kinds = {f"{major}{minor}": (major, minor) for major, minor in SHARED_KIB}
+    if capability not in kinds:
+        raise UsageError(f"There is no kind of card {capability[:20]!r}, expected one of {', '.join(kinds)}.")
+    kind = kinds[capability]
+    few = kind[0] >= 12 or kind in ((8, 6), (8, 9))
+    return Card(f"compute capability {kind[0]}.{kind[1]}", kind, 0, SHARED_KIB[kind] * 1024, AMPERE_THREADS if few else 2048)
 
 
 def forced_card(card: Card, capability: str | None) -> Card:

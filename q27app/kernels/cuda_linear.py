@@ -17,6 +17,7 @@ NARROW_ROWS = 192
 SIDE_BY_SIDE_ROWS = 512
 """Prefill rows up to which the K splits of a matrix run side by side."""
 MAX_TILE_SPLITS = 4
+KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
 
@@ -43,14 +44,13 @@ def tile_splits(card, weight: CudaWeight) -> int:
     return max(1, min(MAX_TILE_SPLITS, weight.units // 8, -(-card.num_sms // blocks)))
 
 
-def tiles_shared_bytes(card, weight: CudaWeight, tokens: int, tiles: int) -> int:
-    """Dynamic shared memory of linear_tiles (tiles_warp.cuh, tiles_warpgroup.cuh)."""
+def tiles_shared_bytes(card, kind: int, tokens: int, tiles: int) -> int:
+    """Dynamic shared memory of linear_tiles for a number type (tiles_warp.cuh, tiles_warpgroup.cuh)."""
     stages = card.linear_tiles_defines()["TILE_STAGES"]
     if not card.has_warpgroups:
-        unit = max(UNIT_BYTES[segment.kind] for segment in weight.segments)
-        return stages * (tiles * unit + tokens * (UNIT_COLS + ROW_PAD) * 2)
-    share = {KIND_Q4: stages, KIND_Q8: stages * 3 // 4, KIND_F16: stages // 2}
-    return 1024 + max(share[segment.kind] * (tiles * UNIT_BYTES[segment.kind] + tokens * UNIT_COLS * 2) for segment in weight.segments)
+        return stages * (tiles * UNIT_BYTES[kind] + tokens * (UNIT_COLS + ROW_PAD) * 2)
+    share = {KIND_Q4: stages, KIND_Q8: stages * 3 // 4, KIND_F16: stages // 2}[kind]
+    return 1024 + share * (tiles * UNIT_BYTES[kind] + tokens * UNIT_COLS * 2)
 
 
 class LinearStages:
@@ -135,10 +135,14 @@ class LinearStages:
         partial = backend.scratch.split_sums(splits * rows * out_rows * 4) if together else 0
         args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, partial, weight.segment_args(), len(weight.segments),
                                      rows, weight.units, weight.wrap, padded, out.shape[1], out_rows, splits)
-        grid = (-(-rows // tokens), sum(-(-segment.num_tiles // tiles) for segment in weight.segments), splits if together else 1)
-        threads = 128 if card.has_warpgroups and not wide else 256
-        backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}", grid, threads,
-                       tiles_shared_bytes(card, weight, tokens, tiles), args, dependent=False)
+        threads, depth = 128 if card.has_warpgroups and not wide else 256, splits if together else 1
+        blocks = {kind: sum(-(-segment.num_tiles // tiles) for segment in weight.segments if segment.kind == kind)
+                  for kind in {segment.kind for segment in weight.segments}}
+        for index, kind in enumerate(sorted(blocks, key=lambda kind: (-blocks[kind], kind))):
+            # the launches after the first may run beside it: they wait for nothing but its start
+            backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}_{KIND_NAMES[kind]}",
+                           (-(-rows // tokens), blocks[kind], depth), threads, tiles_shared_bytes(card, kind, tokens, tiles), args,
+                           dependent=index > 0)
         if together:
             backend.launch("linear_tiles", "linear_tiles_merge", (rows,), 256, 0, args, dependent=False)
 

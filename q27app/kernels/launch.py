@@ -18,6 +18,9 @@ from q27app.errors import GpuError, OutOfMemory
 from q27app.kernels.card import Card, forced_card
 from q27app.kernels.compiler import Compiler, Job
 
+CONTEXT_BYTES = 600 << 20
+"""What a context and its modules take of a card, about."""
+
 _DRIVER_HINT = "q27app doctor says what is missing."
 
 
@@ -86,14 +89,10 @@ class CudaDevice:
             self._hold_ballast(memory_cap)
 
     def _hold_ballast(self, cap: int) -> None:
-        """Take memory away so that at most `cap` bytes of the card are in use by everybody else, this process included."""
-        free, total = self._pycuda.mem_get_info()
-        spare = total - cap
-        if spare <= 0:
-            return
-        if spare > free:
-            raise OutOfMemory(f"The memory cap of {cap} bytes leaves less than nothing: {free} of {total} bytes are free.")
-        self.allocate(spare)
+        """Take memory away so that this process finds what a card of `cap` bytes would have left, its context counted."""
+        spare = self.free_bytes() - max(0, cap - CONTEXT_BYTES)
+        if spare > 0:
+            self.allocate(spare)
 
     def _check(self, result: tuple) -> Any:
         code, *values = result

@@ -84,10 +84,10 @@ def timed(backend: CudaBackend, run, times: int = 20) -> float:
     return 1000 * float(np.median(taken))
 
 
-def stage_times(model: Model, state, rows: int, line) -> None:
+def stage_times(model: Model, state, rows: int, line, phase: str = "verify") -> None:
     """Each stage of `bench kernels` over the layers that have it, from a graph; the pass must have begun."""
     backend, total = model.backend, 0.0
-    for stage in stages(model, state.kv_format, rows, 10, "verify"):
+    for stage in stages(model, state.kv_format, rows, 10, phase):
         replay = backend.record(lambda stage=stage: [stage.run(layer) for layer in stage.layers])
         each = timed(backend, replay, 12) * 1000 / len(stage.layers)
         total += each * (1 if stage.name == "head" else len(stage.layers))
@@ -222,14 +222,14 @@ def prefill_stages(device, attempt, line) -> None:
     model = build(device, 2048)
     backend = model.backend
     state = model.allocate_state("fp8", 2, 64, 16)
-    for rows in (64, 128, 512, 2048):
+    for rows in (17, 64, 128, 256, 512, 2048):
         batch = make_batch("prefill", [[5] * rows], [0], [0], [list(range(64))], [rows - 1])
         run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731
         run()
         line(f"prefill {rows}, eager", f"{timed(backend, run, 4):.2f} ms")
         line(f"prefill {rows}, recorded", f"{timed(backend, backend.record(run), 4):.2f} ms")
         run()
-        stage_times(model, state, rows, line)
+        stage_times(model, state, rows, line, "prefill")
     for rows in (1, 8):
         batch = make_batch("verify", [[5] * rows], [10], [0], [list(range(64))], None, True)
         run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731

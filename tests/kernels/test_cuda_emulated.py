@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from q27app.kernels import reference
+from q27app.kernels import card as card_module, cuda_linear, reference
 from q27app.kernels.batch import SamplingRows
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
@@ -20,6 +20,11 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
     pytest.mark.long,
 ]
+
+
+@pytest.fixture(autouse=True)
+def warpgroups(monkeypatch):
+    monkeypatch.setattr(card_module, "WARPGROUP_KINDS", frozenset({(9, 0)}))
 
 
 @pytest.fixture
@@ -138,3 +143,30 @@ def test_a_chain_of_drafts_equals_numpy(device, changes):
         np.testing.assert_allclose(results[1].margins[:limit, row], results[0].margins[:limit, row], rtol=0.02, atol=0.02)
     words = found.model.backend.device.download(found.model.backend.area.at("positions"), 12).view(np.int32)
     assert (words - found.lengths[:3]).tolist() == [3, 0, 2]
+
+
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["warpgroups", "warps"])
+def test_prefill_splits_give_the_same_bits_side_by_side_and_in_turn_in_wide_and_narrow_blocks(card, monkeypatch):
+    """A row's bits may depend on neither the rows beside it nor on how blocks are cut for them."""
+    device = EmulatedDevice(card)
+    backend = CudaBackend(device)
+    tensor = cuda_checks.made_tensor(np.random.default_rng(2), "w", 50, 1216, Q4_G64)
+    weight = backend.load([tensor])
+    assert cuda_linear.tile_splits(card, weight) > 1
+    backend.empty((64, 1216), "float32", "x")
+    state = open_state(backend, 1216)
+    random = np.random.default_rng(1)
+    x, start = random.standard_normal((3, 1216)).astype(np.float32), random.standard_normal((3, 50)).astype(np.float32)
+    found = []
+    for side_by_side, narrow in ((512, 192), (0, 192), (512, 0), (0, 0)):
+        monkeypatch.setattr(cuda_linear, "SIDE_BY_SIDE_ROWS", side_by_side)
+        monkeypatch.setattr(cuda_linear, "NARROW_ROWS", narrow)
+        monkeypatch.setattr(cuda_linear, "NARROW_TOKENS", 64 if narrow else 0) if not card.has_warpgroups else None
+        backend.begin(make_batch("prefill", [[0] * 3], [0], [0], [[0]]), state)
+        out = backend.upload(start)
+        backend.add_linear(weight, backend.upload(x), out)
+        found.append(backend.download(out))
+    assert cuda_checks.relative_error(found[0] - start, x @ tensor.values().T) < cuda_checks.TENSOR_CORE_TOLERANCE
+    for other in found[1:]:
+        assert np.array_equal(found[0], other)
+    device.check_guards()

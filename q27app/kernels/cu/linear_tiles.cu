@@ -2,7 +2,7 @@
 // Reference: reference.project, reference.add_linear, reference.gate_up    Used by: layers.run_layer in prefill
 // Shapes:    x fp16 [rows, units * 64] with 1 / scale per row, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x padded with zeros to whole units; as halve_rows writes it: row-major, or in blocks where WARPGROUPS
-// Launch:    linear_tiles_*: grid (ceil(rows / tokens), blocks of tiles, parallel splits), block (256, narrow on warpgroups
+// Launch:    linear_tiles_*, one a number type: grid (ceil(rows / tokens), blocks of tiles, parallel splits), block (256, narrow on warpgroups
 //            128), shared as cuda_linear.tiles_shared_bytes; linear_tiles_merge: grid (rows), block (256)
 // Defines:   WARPGROUPS, WIDE_TOKENS, TILE_STAGES    Limits: none on rows
 // Numbers:   weights rounded to fp16 once (scale applied), f32 accumulation in the tensor cores, units ascending within a
@@ -62,34 +62,49 @@ extern "C" __global__ void __launch_bounds__(256) linear_tiles_merge(const __gri
 #include "tiles_warp.cuh"
 #endif
 
-template <int EPILOGUE, int TOKENS, int SHAPE> __device__ __forceinline__ void linear_tiles(const LinearTiles& p) {
+// The segments of one number type; a launch for each type that a row list holds.
+template <int KIND, int EPILOGUE, int TOKENS, int SHAPE> __device__ __forceinline__ void linear_tiles(const LinearTiles& p) {
   constexpr int BLOCK_TILES = block_tiles<SHAPE>();
   int block = blockIdx.y;
+  allow_next();
   for (int i = 0; i < p.num_segments; ++i) {
     const Segment& segment = p.segments[i];
-    const int blocks = (segment.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+    const int blocks = segment.kind == KIND ? (segment.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES : 0;
     if (block < blocks) {
       const int first = segment.first_tile + block * BLOCK_TILES;
       const int begin = p.partial ? blockIdx.z : 0, end = p.partial ? begin + 1 : p.splits;
+#pragma unroll 1
       for (int split = begin; split < end; ++split) {
-        if (segment.kind == KIND_Q4) multiply_block<KIND_Q4, EPILOGUE, TOKENS, SHAPE>(p, segment, first, split);
-        else if (segment.kind == KIND_Q8) multiply_block<KIND_Q8, EPILOGUE, TOKENS, SHAPE>(p, segment, first, split);
-        else multiply_block<KIND_F16, EPILOGUE, TOKENS, SHAPE>(p, segment, first, split);
+        multiply_block<KIND, EPILOGUE, TOKENS, SHAPE>(p, segment, first, split);
         __syncthreads();
       }
-      return;
+      break;
     }
     block -= blocks;
   }
+  wait_for_earlier();   // another type's launch may still be running; whoever follows waits for this one
 }
 
-#define LINEAR_TILES(NAME, EPILOGUE, TOKENS, SHAPE)                                                                             \
-  extern "C" __global__ void __launch_bounds__(block_threads<SHAPE>(), blocks_at_once<SHAPE>()) NAME(const __grid_constant__ LinearTiles p) { \
-    linear_tiles<EPILOGUE, TOKENS, SHAPE>(p);                                                                                   \
+#define LINEAR_TILES(NAME, KIND, EPILOGUE, TOKENS, SHAPE)                                                                \
+  extern "C" __global__ void __launch_bounds__(block_threads<SHAPE>(), blocks_at_once<SHAPE>())                          \
+      NAME(const __grid_constant__ LinearTiles p) {                                                                      \
+    linear_tiles<KIND, EPILOGUE, TOKENS, SHAPE>(p);                                                                      \
   }
-LINEAR_TILES(linear_tiles_plain_wide, STORE, WIDE_TOKENS, 2)
-LINEAR_TILES(linear_tiles_add_wide, ADD, WIDE_TOKENS, 2)
-LINEAR_TILES(linear_tiles_gate_up_wide, GATE_UP, WIDE_TOKENS, 2)
-LINEAR_TILES(linear_tiles_plain_narrow, STORE, 64, 1)
-LINEAR_TILES(linear_tiles_add_narrow, ADD, 64, 1)
-LINEAR_TILES(linear_tiles_gate_up_narrow, GATE_UP, 64, 1)
+LINEAR_TILES(linear_tiles_plain_wide_f16, KIND_F16, STORE, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_add_wide_f16, KIND_F16, ADD, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_gate_up_wide_f16, KIND_F16, GATE_UP, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_plain_narrow_f16, KIND_F16, STORE, 64, 1)
+LINEAR_TILES(linear_tiles_add_narrow_f16, KIND_F16, ADD, 64, 1)
+LINEAR_TILES(linear_tiles_gate_up_narrow_f16, KIND_F16, GATE_UP, 64, 1)
+LINEAR_TILES(linear_tiles_plain_wide_q8, KIND_Q8, STORE, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_add_wide_q8, KIND_Q8, ADD, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_gate_up_wide_q8, KIND_Q8, GATE_UP, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_plain_narrow_q8, KIND_Q8, STORE, 64, 1)
+LINEAR_TILES(linear_tiles_add_narrow_q8, KIND_Q8, ADD, 64, 1)
+LINEAR_TILES(linear_tiles_gate_up_narrow_q8, KIND_Q8, GATE_UP, 64, 1)
+LINEAR_TILES(linear_tiles_plain_wide_q4, KIND_Q4, STORE, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_add_wide_q4, KIND_Q4, ADD, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, WIDE_TOKENS, 2)
+LINEAR_TILES(linear_tiles_plain_narrow_q4, KIND_Q4, STORE, 64, 1)
+LINEAR_TILES(linear_tiles_add_narrow_q4, KIND_Q4, ADD, 64, 1)
+LINEAR_TILES(linear_tiles_gate_up_narrow_q4, KIND_Q4, GATE_UP, 64, 1)
