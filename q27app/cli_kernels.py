@@ -54,19 +54,18 @@ def _jobs(card: Card, model: str | None, kv: str | None) -> list[Job]:
     from q27app.config import load_config
     from q27app.kernels.compiler import Job
     from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
-    from q27app.kernels.cuda_state import KV_FORMAT_CODES
-    from q27app.kernels.kv_formats import kv_format
+    from q27app.model.budget import kv_formats_for
     from q27app.model.config import ModelConfig
     from q27app.paths import resolve_model
     from q27app.weights.container import open_container
 
-    usable = [name for name in KV_FORMAT_CODES if card.capability >= kv_format(name).min_compute_capability]
-    if kv is not None and kv not in usable:
-        raise UsageError(f"--kv is {kv[:40]!r}, expected one of {', '.join(usable)} for compute capability "
-                         f"{card.capability[0]}.{card.capability[1]}.")
     with open_container(resolve_model(model or load_config().model.path)) as container:
         shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
         geometry = ModelConfig.from_metadata(container.metadata, shapes)
+    usable = kv_formats_for(card.capability, geometry.head_dim)
+    if kv is not None and kv not in usable:
+        raise UsageError(f"--kv is {kv[:40]!r}, expected one of {', '.join(usable)} for compute capability "
+                         f"{card.capability[0]}.{card.capability[1]}.")
     defines: list[tuple[str, dict[str, int]]] = list(fixed_defines(card).items())
     for name in [kv] if kv else usable:
         defines += geometry_defines(geometry, card, name).items()
