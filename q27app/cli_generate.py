@@ -140,7 +140,7 @@ def start_engine(config: Any) -> Engine:
         model=resolve_model(chosen.path), backend=chosen.backend,
         context=None if chosen.context == "auto" else chosen.context,
         nvcc=config.kernels.nvcc or None,
-        slots=1, kv_format=chosen.kv, draft=chosen.draft, max_draft=chosen.max_draft,
+        slots=1, kv_format=chosen.kv, embed=chosen.embed, draft=chosen.draft, max_draft=chosen.max_draft,
         prefill_chunk=None if config.engine.prefill_chunk == "auto" else config.engine.prefill_chunk))
     engine.start()
     try:

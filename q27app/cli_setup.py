@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 @click.option("--kv", metavar="F", help="KV format to plan with.")
 @click.option("--ctx", type=click.IntRange(64), metavar="N", help="Window to plan for, tokens.")
 @click.option("--slots", type=click.IntRange(1, 64), metavar="N", help="Requests at once.")
+@click.option("--embed", type=click.Choice(["auto", "device", "host"]), default="auto", show_default=True,
+              help="Where the embedding table lies.")
 @click.option("--prefer", type=click.Choice(["speed", "balanced", "quality", "window"]), default="balanced", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def plan(gpu: str | None, vram: float | None, arch: str | None, model: str | None, generation: str, tier: str | None,
-         kv: str | None, ctx: int | None, slots: int | None, prefer: str, as_json: bool) -> None:
+         kv: str | None, ctx: int | None, slots: int | None, embed: str, prefer: str, as_json: bool) -> None:
     """Say what a card should run, and why.
 
     Without options for the card of this machine. Nothing is loaded and nothing is changed.
@@ -36,7 +38,7 @@ def plan(gpu: str | None, vram: float | None, arch: str | None, model: str | Non
     from q27app.setup.plan import TooSmall, Wishes, make_plan
     from q27app.setup.plan_text import plan_dict, plan_text
 
-    wishes = Wishes(tier, kv, ctx, slots, generation, prefer, checkpoint_of(resolve_model(model)) if model else None)
+    wishes = Wishes(tier, kv, ctx, slots, generation, prefer, checkpoint_of(resolve_model(model)) if model else None, embed)
     try:
         made = make_plan(_machine(gpu, vram, arch), wishes)
     except TooSmall as error:

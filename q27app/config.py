@@ -99,6 +99,8 @@ class ModelSection:
     """Requests that run at the same time. auto: as many as memory and the backend make sensible."""
     kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3v", "turbo3"))
     """Format of the attention cache. auto: the best that the card computes with; exact fp32 on NumPy."""
+    embed: str = setting("auto", choices=("auto", "device", "host"))
+    """Where the embedding table lies on a machine with a card. auto: on the card, or in host memory where that buys window."""
     draft: str = setting("auto", choices=("auto", "off", "mtp", "suffix"))
     """Where drafts come from: the model's draft layer (mtp), repeats of the text (suffix), auto = both. Never changes a text."""
     max_draft: int = setting(15, low=1, high=15)

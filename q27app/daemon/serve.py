@@ -93,6 +93,7 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
             context=_number(model.context),
             slots=_number(model.slots),
             kv_format=model.kv,
+            embed=model.embed,
             draft=model.draft,
             max_draft=model.max_draft,
             max_queue=server.max_queue,

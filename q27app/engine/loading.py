@@ -28,6 +28,7 @@ MAX_AUTO_SLOTS = 4
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
 """Draft steps that are queued before the host looks at what they drew."""
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
+EMBED_PLACES = ("auto", "device", "host")
 MAX_PREFILL_CHUNK = 65_536
 
 Progress = Callable[[float], None]
@@ -47,6 +48,9 @@ class EngineConfig:
     """Requests that run at once; None = as many as fit beside the window, at most 4."""
     kv_format: str = "auto"
     """How keys and values are kept; auto: fp32 on NumPy, on CUDA the most exact that holds the window."""
+    embed: str = "auto"
+    """Where the embedding table lies: "device", "host" (page-locked, read in place), auto: in host memory where that buys window.
+    One that is the head as well stays on the device; NumPy knows no difference."""
     max_queue: int = 64
     """Requests that may wait beyond those that run."""
     prefill_chunk: int | None = None
@@ -118,6 +122,8 @@ def check_config(config: EngineConfig) -> None:
         raise UsageError(f"max_draft is {config.max_draft}, expected 1 to {MAX_DECODE_ROWS - 1}.")
     if min(config.cache_host_bytes or 0, config.cache_device_slots or 0, config.cache_disk_bytes) < 0:
         raise UsageError("sizes of the prefix cache are negative, expected 0 or more.")
+    if config.embed not in EMBED_PLACES:
+        raise UsageError(f"embed is {config.embed!r}, expected one of {', '.join(EMBED_PLACES)}.")
     if config.max_queue < 0:
         raise UsageError(f"max_queue is {config.max_queue}, expected 0 or more.")
 
@@ -142,15 +148,21 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
 def _load(
     config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
 ) -> Loaded:
+    from q27app.model.budget import place_embedding
     from q27app.model.forward import load_model
 
     chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
     max_rows = max(chunk, MAX_DECODE_ROWS)
     free = backend.free_bytes()
-    _plan(config, backend, geometry, free, _estimated_bytes(container, backend.name), max_rows)
+    movable = 0 if backend.name == "numpy" or geometry.tied else container.tensors["token_embd.weight"].nbytes
+    before, in_host = place_embedding(lambda weights: _plan(config, backend, geometry, free, weights, max_rows),
+                                      _estimated_bytes(container, backend.name), movable, config.embed,
+                                      config.context or geometry.max_context)
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
-                       lambda done, total: progress(done / max(1, total)))
+                       lambda done, total: progress(done / max(1, total)), in_host)
     plan = _plan(config, backend, geometry, free, model.weights.nbytes, max_rows)
+    if in_host:
+        plan = replace(plan, reasons=[*plan.reasons, *(text for text in before.reasons if text.startswith("embedding: "))])
     cache_plan = CachePlan()
     if config.cache:
         cache_plan = plan_cache(plan, backend.name, config.cache_host_bytes, config.cache_device_slots)

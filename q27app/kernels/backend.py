@@ -104,9 +104,10 @@ class Backend(Protocol):
     def download(self, buffer: Buffer) -> np.ndarray:
         """Waits."""
         ...
-    def load(self, tensors: "Sequence[Tensor]") -> Weight:
+    def load(self, tensors: "Sequence[Tensor]", in_host: bool = False) -> Weight:
         """One row list: the tensors' rows one after the other ([out, in] each, equal columns). A [n] float32 tensor
-        alone gives a vector. The backend repacks as it likes; the tensors may be unmapped afterwards."""
+        alone gives a vector. The backend repacks as it likes; the tensors may be unmapped afterwards. in_host: an embedding
+        table that stays in the host's memory, where a card reads the rows of its tokens in place; its `nbytes` is then 0."""
         ...
     def allocate_state(
         self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str,

@@ -114,10 +114,10 @@ class CudaBackend:
         self._mixers.finish_gated(buffer)
         return self.device.download(buffer.address, buffer.nbytes).view(buffer.dtype).reshape(buffer.shape)
 
-    def load(self, tensors: "Sequence[Tensor]") -> CudaWeight | CudaVector:
+    def load(self, tensors: "Sequence[Tensor]", in_host: bool = False) -> CudaWeight | CudaVector:
         self._loader = self._loader or Loader(self)
-        weight = self._loader.load(tensors)
-        self._held.append((" + ".join(tensor.name for tensor in tensors), weight.address, weight.nbytes))
+        weight = self._loader.load(tensors, in_host)
+        self._held.append((" + ".join(tensor.name for tensor in tensors), weight.address, weight.packed_bytes))
         return weight
 
     def checksums(self) -> list[tuple[str, int]]:

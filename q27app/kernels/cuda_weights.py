@@ -60,14 +60,19 @@ class CudaVector:
     def nbytes(self) -> int:
         return 4 * int(np.prod(self.shape))
 
+    @property
+    def packed_bytes(self) -> int:
+        return self.nbytes
+
 
 @dataclass(frozen=True)
 class CudaWeight:
-    """A packed row list. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
+    """A packed row list of packed_bytes at address; nbytes of them on the device, 0 where it stays in host memory. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
     matrices are a high and a low half side by side), 0 = never. splits: of the columns; runs: first tile of each of an even
     number of runs that the row family shares out, and the end."""
 
     shape: tuple[int, int]
+    packed_bytes: int
     nbytes: int
     address: int
     segments: tuple[Segment, ...]
@@ -169,7 +174,7 @@ class Loader:
         self._events = [None, None]
         self._turn = 0
 
-    def load(self, tensors: Sequence["Tensor"]) -> CudaWeight | CudaVector:
+    def load(self, tensors: Sequence["Tensor"], in_host: bool = False) -> CudaWeight | CudaVector:
         first = tensors[0]
         if len(tensors) == 1 and first.dtype.name == "F32" and (len(first.shape) == 1 or first.cols <= VECTOR_COLS):
             return self._vector(first)
@@ -190,15 +195,15 @@ class Loader:
         groups = min(card.num_sms, cuda_args.MAX_RUNS // 2) // splits
         runs = partition(costs, 2 * max(1, min(groups, -(-num_tiles // (2 * step)))), step)
         try:
-            address = self._backend.weights_arena.take(nbytes + 4096)
+            address = self._device.host_memory(nbytes + 4096) if in_host else self._backend.weights_arena.take(nbytes + 4096)
         except OutOfMemory as error:
             raise OutOfMemory(f"{first.name}: {error.message}", error.hint) from error
         for index, tensor in enumerate(tensors):
             segment = segments[0] if paired else segments[index]
             stride = segment.tile_bytes * (2 if paired else 1)
             self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
-        weight = CudaWeight((sum(tensor.rows for tensor in tensors), cols), nbytes, address, segments, units, wrap, paired,
-                            splits, runs)
+        shape = (sum(tensor.rows for tensor in tensors), cols)
+        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired, splits, runs)
         self._backend.reserve_for(weight)
         return weight
 

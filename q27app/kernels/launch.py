@@ -44,6 +44,9 @@ class Device(Protocol):
                dependent: bool) -> None: ...
     def record(self, run: Callable[[], None]) -> Callable[[], None]: ...
     def pinned(self, nbytes: int) -> np.ndarray: ...
+    def host_memory(self, nbytes: int) -> int:
+        """Page-locked host memory that kernels read and write in place, at this address of theirs; lives as long as the device."""
+        ...
     def upload_pinned(self, address: int, data: np.ndarray) -> None: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
@@ -82,6 +85,7 @@ class CudaDevice:
         self._modules: dict[Job, dict[str, Any]] = {}
         self._images: list[Any] = []
         self._graphs: list[Any] = []
+        self._host_arrays: list[np.ndarray] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._capturing = False
         atexit.register(self.close)
@@ -132,6 +136,16 @@ class CudaDevice:
 
     def pinned(self, nbytes: int) -> np.ndarray:
         return self._pycuda.pagelocked_empty(nbytes, np.uint8)
+
+    def host_memory(self, nbytes: int) -> int:
+        flags = self._pycuda.host_alloc_flags
+        try:
+            array = self._pycuda.pagelocked_empty(nbytes, np.uint8, mem_flags=flags.DEVICEMAP | flags.PORTABLE)
+        except self._pycuda.Error as error:
+            raise OutOfMemory(f"{nbytes} bytes of page-locked host memory are needed and the system does not give them: {error}.",
+                              "Keep the table on the card: --embed device.") from error
+        self._host_arrays.append(array)
+        return int(array.base.get_device_pointer())
 
     def download(self, address: int, nbytes: int) -> np.ndarray:
         out = np.empty(nbytes, np.uint8)
@@ -242,7 +256,7 @@ class CudaDevice:
             pass   # after an error that sticks, the driver takes everything back with the context
         for module, _ in self._images:
             self._driver.cuModuleUnload(module)
-        for held in (self._graphs, self._allocations, self._modules, self._images):
+        for held in (self._graphs, self._allocations, self._host_arrays, self._modules, self._images):
             held.clear()
         self._staging = np.empty(0, np.uint8)
         del self._stream

@@ -96,7 +96,7 @@ class NumpyBackend:
     def download(self, buffer: NumpyBuffer) -> np.ndarray:
         return buffer.array.copy()
 
-    def load(self, tensors: Sequence[Any]) -> NumpyWeight:
+    def load(self, tensors: Sequence[Any], in_host: bool = False) -> NumpyWeight:
         name = " + ".join(tensor.name for tensor in tensors)
         cols = {tuple(tensor.shape[1:]) for tensor in tensors}
         if not tensors or len(cols) != 1 or (len(tensors) > 1 and cols == {()}):

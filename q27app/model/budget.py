@@ -6,7 +6,7 @@ contexts are tokens. A plan never exceeds `free - margin`; what does not fit rai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ MIN_CONTEXT = 2048
 MAX_CONTEXT = 655_360
 """Longest window that may be asked for: two and a half times the 27B's native one."""
 CONTEXT_STEP = 1024
+MIN_MOVED_CONTEXT = 32_768
+"""Shortest window for which the embedding leaves a card on which the model would else not fit."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,30 @@ def plan_memory(
             "Choose a smaller --ctx, fewer --slots, a smaller tier or KV format, or free memory on the card.",
         )
     return plan
+
+
+def place_embedding(plan: Callable[[int], MemoryPlan], weights: int, embed_bytes: int, wish: str, wanted: int) -> tuple[MemoryPlan, bool]:
+    """(memory plan, whether the embedding table stays in host memory). plan: from bytes of weights on the card. embed_bytes: of
+    a table that may stay there, 0 if none may. wish: host, device or auto, which moves it where that buys window, up to
+    `wanted` tokens; where nothing fits otherwise, only for a window that is worth it. Raises OutOfMemory."""
+    if wish == "host" and embed_bytes:
+        return plan(weights - embed_bytes), True
+    refusal = None
+    try:
+        there = plan(weights)
+    except OutOfMemory as error:
+        there, refusal = None, error
+    if wish == "auto" and embed_bytes and (there is None or there.max_context < wanted):
+        try:
+            moved = plan(weights - embed_bytes)
+        except OutOfMemory:
+            moved = None
+        if moved is not None and moved.max_context > (there.max_context if there else min(MIN_MOVED_CONTEXT, wanted) - 1):
+            reason = f"embedding: in host memory (auto: {embed_bytes / 1e9:.2f} GB of the card become window)"
+            return replace(moved, reasons=[*moved.reasons, reason]), True
+    if there is None:
+        raise refusal
+    return there, False
 
 
 def plan_with_best_format(config: ModelConfig, formats: Sequence[str], **sizes: Any) -> MemoryPlan:

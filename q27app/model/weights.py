@@ -189,13 +189,14 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
 
 def bind_weights(
     backend: Backend, config: ModelConfig, container: Container,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False,
 ) -> ModelWeights:
-    """Check all tensors, then load them. progress(bytes done, bytes in all) after each row list."""
+    """Check all tensors, then load them. progress(bytes done, bytes in all) after each row list. embed_in_host: the embedding
+    stays in host memory, unless it is the head as well."""
     check_tensors(config, container.tensors)
     binder = _Binder(backend, config, container, progress)
     layers = tuple(binder.layer(index) for index in range(config.num_layers))
-    embed = binder.load("token_embd.weight")
+    embed = binder.load("token_embd.weight", in_host=embed_in_host and not config.tied)
     head = embed if config.tied else binder.load("output.weight")
     draft_head = binder.load("output_q4.weight") if "output_q4.weight" in container.tensors else head
     final_norm = binder.load("output_norm.weight")
@@ -213,9 +214,9 @@ class _Binder:
         self.num_attention = 0
         self.num_delta = 0
 
-    def load(self, *names: str) -> Weight:
+    def load(self, *names: str, in_host: bool = False) -> Weight:
         tensors = [self.tensors[name] for name in names]
-        weight = self.backend.load(tensors)
+        weight = self.backend.load(tensors, in_host)
         self.done += sum(tensor.nbytes for tensor in tensors)
         if self.progress is not None:
             self.progress(self.done, self.total)

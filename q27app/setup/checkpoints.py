@@ -27,7 +27,8 @@ CLOSE = 1.01
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model that could be served. path and weights are set for a file that exists; tier then is the file's own."""
+    """One model that could be served. path, weights and embed (bytes of its embedding) are set for a
+    file that exists; tier then is the file's own."""
 
     name: str
     config: ModelConfig
@@ -35,10 +36,15 @@ class Checkpoint:
     path: str = ""
     tier: str = ""
     weights: int = 0
+    embed: int = 0
 
     def bytes_of(self, tier: str) -> int:
         """Bytes of the tensors in a tier; those of the file if there is one."""
         return self.weights or _tier_bytes(self.config, tier, self.generation)[0]
+
+    def embed_bytes(self, tier: str) -> int:
+        """Bytes of the embedding table that may stay in host memory; 0 where it is the head as well."""
+        return 0 if self.config.tied else self.embed if self.path else _tier_bytes(self.config, tier, self.generation)[2]
 
     def streamed(self, tier: str) -> int:
         """Bytes read to compute one token without drafts: every matrix but the embedding, the head once."""
@@ -83,9 +89,10 @@ def checkpoint_of(path: Path) -> Checkpoint:
         config = ModelConfig.from_metadata(container.metadata, shapes)
         metadata: dict[str, Any] = dict(container.metadata)
         size = sum(tensor.nbytes for tensor in container.tensors.values())
+        embed = container.tensors[EMBEDDING].nbytes
     tier = str(metadata.get("q27app.tier", metadata.get("quant_policy", "")))[:40]
     generation = str(metadata.get("q27app.generation", "3.6"))[:20]
-    return Checkpoint(config.name, config, generation, str(path), tier or "unknown", size)
+    return Checkpoint(config.name, config, generation, str(path), tier or "unknown", size, embed)
 
 
 def good_tiers(generation: str, prefer: str) -> list[str]:
@@ -108,8 +115,8 @@ def good_tiers(generation: str, prefer: str) -> list[str]:
 
 
 @cache
-def _tier_bytes(config: ModelConfig, tier: str, generation: str) -> tuple[int, int]:
-    """(all bytes, bytes read for a token)."""
+def _tier_bytes(config: ModelConfig, tier: str, generation: str) -> tuple[int, int, int]:
+    """(all bytes, bytes read for a token, bytes of the embedding)."""
     generation = generation if generation in PERPLEXITY else "3.6"
     if tier not in QUANTISED_TIERS:
         find_tier(tier, generation)
@@ -123,4 +130,4 @@ def _tier_bytes(config: ModelConfig, tier: str, generation: str) -> tuple[int, i
     head = HEAD if HEAD in sizes else EMBEDDING
     skipped = (EMBEDDING, HEAD, DRAFT_HEAD, f"blk.{config.num_layers}.")
     body = sum(size for name, size in sizes.items() if not name.startswith(skipped))
-    return sum(sizes.values()), body + sizes[head]
+    return sum(sizes.values()), body + sizes[head], sizes[EMBEDDING]

@@ -9,7 +9,9 @@ and engine cannot disagree. The rungs of the ladder, each taken only if it keeps
     3  more exact KV formats                                           while the native window still fits
     4  more slots, up to 4                                             while each has the native window
 
-The wish for the longest window takes the smallest format there is. So more free memory never gives a shorter window. What is planned stays below free memory less `reserve`:
+The wish for the longest window takes the smallest format there is. So more free memory never gives a shorter window. The
+embedding leaves the card only where the first rung then has a longer window. What is planned stays below free memory less
+`reserve`:
 
     RUNTIME_BYTES   CUDA context, kernels, records of speculative rows, sampling
     DESKTOP_BYTES   a desktop on this card grows by this much      WSL_BYTES   the other system's share that WSL hides
@@ -21,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import KV_FORMATS, MemoryPlan, kv_formats_for, plan_memory, scratch_bytes
+from q27app.model.budget import KV_FORMATS, MemoryPlan, kv_formats_for, place_embedding, plan_memory, scratch_bytes
 from q27app.setup.cards import OLDEST
 from q27app.setup.checkpoints import FAMILY, Checkpoint, family_checkpoint, good_tiers
 
@@ -66,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wishes:
-    """None = auto. prefer: one of PREFERENCES. checkpoint: a file's, or None for the 27B of `generation`."""
+    """None = auto. prefer: one of PREFERENCES. embed: auto, device or host. checkpoint: a file's, or None for the 27B of `generation`."""
 
     tier: str | None = None
     kv: str | None = None
@@ -75,6 +77,7 @@ class Wishes:
     generation: str = "3.6"
     prefer: str = "balanced"
     checkpoint: Checkpoint | None = None
+    embed: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Plan:
     context: int
     slots: int
     reserve: int
+    embed_in_host: bool
     memory: MemoryPlan
     choices: tuple[Choice, ...]
     alternatives: tuple[Alternative, ...] = ()
@@ -119,7 +123,8 @@ class Plan:
 
     def settings(self) -> dict[str, int | str]:
         """Keys of config.toml that make the engine follow the plan."""
-        return {"model.kv": self.kv, "model.context": self.context, "model.slots": self.slots}
+        return {"model.kv": self.kv, "model.context": self.context, "model.slots": self.slots,
+                "model.embed": "host" if self.embed_in_host else "device"}
 
 
 class TooSmall(OutOfMemory):
@@ -193,13 +198,22 @@ class _Search:
         self.machine, self.checkpoint, self.wishes, self.formats = machine, checkpoint, wishes, formats
         self.free = max(0, machine.free - RUNTIME_BYTES - _extra(machine))
         self.native = checkpoint.config.max_context
+        self.embed = wishes.embed
+        self.in_host: dict[tuple[str, str, int, int], bool] = {}
+        """Of every configuration that was tried, whether its embedding table stays in host memory."""
 
     def memory(self, tier: str, kv: str, context: int | None, slots: int | None) -> MemoryPlan:
         """Raises OutOfMemory."""
         config = self.checkpoint.config
-        return plan_memory(
-            config, free=self.free, weights=self.checkpoint.bytes_of(tier), scratch=scratch_bytes(config, PREFILL_ROWS, LOGIT_ROWS),
-            kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots)
+
+        def plan(weights: int) -> MemoryPlan:
+            return plan_memory(config, free=self.free, weights=weights, scratch=scratch_bytes(config, PREFILL_ROWS, LOGIT_ROWS),
+                               kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots)
+
+        memory, in_host = place_embedding(plan, self.checkpoint.bytes_of(tier), self.checkpoint.embed_bytes(tier), self.embed,
+                                          self.native if context is None else context)
+        self.in_host[tier, kv, memory.max_context, memory.num_slots] = in_host
+        return memory
 
     def tried(self, tier: str, kv: str, context: int | None, slots: int | None) -> MemoryPlan | None:
         try:
@@ -220,6 +234,8 @@ class _Search:
             self.memory(tiers[0], self.formats[-1], context, slots)
         kv, memory = max(found, key=lambda pair: pair[1].max_context)
         tier, goal = tiers[0], self.native if context is None else context
+        if self.in_host[tier, kv, memory.max_context, memory.num_slots] is False:
+            self.embed = "device"   # better tiers, formats and slots are no reason to move it
         if memory.max_context >= goal:
             enough = [name for name, plan in found if plan.max_context >= goal]
             kv = ([name for name in enough if not KV_FORMATS[name].is_turned] or enough)[-1]
@@ -241,5 +257,5 @@ class _Search:
         from q27app.setup.reasons import alternatives, choices, warnings
 
         plan = Plan(self.machine, self.checkpoint, tier, kv, memory.max_context, memory.num_slots, reserve_of(self.machine),
-                    memory, choices(self, tier, kv, memory))
+                    self.in_host[tier, kv, memory.max_context, memory.num_slots], memory, choices(self, tier, kv, memory))
         return Plan(**{**vars(plan), "alternatives": alternatives(self, plan), "warnings": warnings(self, plan)})

@@ -34,10 +34,22 @@ def choices(search: _Search, tier: str, kv: str, memory: MemoryPlan) -> tuple[Ch
         Choice("tier", tier, _tier_reason(search, tier)),
         Choice("KV format", kv, asked if wishes.kv else _kv_reason(search, kv, at_native)),
         Choice("context", str(memory.max_context), context_why),
+        _embedding(search, tier, kv, memory),
         Choice("slots", str(memory.num_slots), asked if wishes.slots else slots_why),
         Choice("drafts", "on" if drafts else "off", "the model's own draft layer, at a depth that follows how many are accepted"
                if drafts else "the checkpoint has no draft layer"),
     )
+
+
+def _embedding(search: _Search, tier: str, kv: str, memory: MemoryPlan) -> Choice:
+    from q27app.setup.plan import Choice
+
+    size = search.checkpoint.embed_bytes(tier)
+    if search.in_host[tier, kv, memory.max_context, memory.num_slots]:
+        why = "asked for" if search.wishes.embed == "host" else f"{size / 1e9:.2f} GB of the card become window"
+        return Choice("embedding", "host", why)
+    return Choice("embedding", "device", "it is the head as well" if not size else "asked for" if search.wishes.embed == "device" else
+                  "moving it to host memory would buy no window")
 
 
 def _tier_reason(search: _Search, tier: str) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from q27app.errors import UsageError
 from q27app.kernels import cuda_attention
 from q27app.kernels.card import MAX_CONTEXT, cut_count
+from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
+from q27app.weights.dtypes import Q8_G128
 from tests.kernels import attend_checks, cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.made import make_batch
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
 CONFIG = replace(cuda_checks.NANO, num_heads=12, num_kv_heads=2)
@@ -48,3 +52,19 @@ def test_cuts_cover_the_longest_window_in_order():
 def test_eight_rows_share_one_read_on_the_smallest_card(name):
     needed = cuda_attention.decode_shared_bytes(kv_format(name), 256, 6, 8)
     assert needed <= SMALL_CARD.shared_bytes
+
+
+def test_an_embedding_in_host_memory_gives_the_same_rows():
+    device, rows = EmulatedDevice(), []
+    for in_host in (False, True):
+        backend = CudaBackend(device)
+        table = cuda_checks.made_tensor(np.random.default_rng(3), "token_embd.weight", 200, 256, Q8_G128)
+        weight = backend.load([table], in_host)
+        assert weight.nbytes == (0 if in_host else weight.packed_bytes)
+        x = backend.empty((3, 256), "float32", "x")
+        state = backend.allocate_state(replace(CONFIG, hidden_size=256), 1, 1, "fp16", 1, 2, 16)
+        backend.begin(make_batch("decode", [[0, 7, 199]], [0], [0], [[0]]), state)
+        backend.embed(weight, x)
+        rows.append(backend.download(x))
+    np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_allclose(rows[0], table.values()[[0, 7, 199]], atol=1e-6)

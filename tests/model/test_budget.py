@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import automatic_kv_formats, block_bytes, plan_memory, plan_with_best_format, slot_bytes
+from q27app.model.budget import automatic_kv_formats, block_bytes, place_embedding, plan_memory, plan_with_best_format, slot_bytes
 from tests.model import geometry
 
 
@@ -86,3 +86,19 @@ def test_no_format_fits_and_none_is_there():
     with pytest.raises(OutOfMemory):
         plan_with_best_format(CONFIG, ["fp16", "turbo3"], free=16 * GB, weights=int(15.5 * GB), scratch=GB // 2)
     assert automatic_kv_formats(None, 256) == ["fp32"] and automatic_kv_formats((8, 6), 64) == ["fp16"]
+
+
+def test_the_embedding_is_placed_where_it_buys_window():
+    def at(free):
+        return lambda weights: plan_memory(CONFIG, free=free, weights=weights, scratch=GB // 2, kv_format="fp8")
+
+    weights, table = int(15.5 * GB), int(1.29 * GB)
+    big, in_host = place_embedding(at(60 * GB), weights, table, "auto", 262_144)
+    assert not in_host and big.weights == weights
+    small, in_host = place_embedding(at(20 * GB), weights, table, "auto", 262_144)
+    assert in_host and small.weights == weights - table and small.reasons[-1].startswith("embedding: in host memory")
+    assert not place_embedding(at(20 * GB), weights, table, "device", 262_144)[1]
+    assert not place_embedding(at(20 * GB), weights, 0, "host", 262_144)[1]
+    assert place_embedding(at(60 * GB), weights, table, "host", 262_144)[1]
+    with pytest.raises(OutOfMemory):
+        place_embedding(at(14 * GB), weights, table, "auto", 262_144)

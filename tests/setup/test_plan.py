@@ -122,7 +122,7 @@ def test_a_card_that_is_too_old_and_a_format_that_it_lacks_are_refused():
 def test_every_choice_has_a_reason_and_the_text_shows_it():
     plan = best(EXTRA[1])
     text = plan_text(plan)
-    assert [choice.what for choice in plan.choices] == ["model", "tier", "KV format", "context", "slots", "drafts"]
+    assert [choice.what for choice in plan.choices] == ["model", "tier", "KV format", "context", "embedding", "slots", "drafts"]
     assert all(choice.reason in text for choice in plan.choices) and "a desktop runs on this card" in text
 
 
@@ -152,6 +152,17 @@ def test_a_window_beyond_the_native_one_is_only_taken_when_asked_for_and_warned_
     assert "beyond the native" in plan_text(plan)
     with pytest.raises(UsageError, match="655361 tokens, expected at most 655360"):
         make_plan(big, Wishes(context=655_361))
+
+
+def test_the_embedding_moves_to_host_memory_where_that_buys_window():
+    card = Machine("RTX 4000 Ada", (8, 9), int(19.5 * GIB))
+    plan, stays = best(card), best(card, Wishes(embed="device"))
+    assert plan.embed_in_host and not stays.embed_in_host and plan.context > stays.context + 65_536
+    assert plan.settings()["model.embed"] == "host" and "GB of the card become window" in plan_text(plan)
+    assert not best(AMPERE).embed_in_host   # the native window fits anyway
+    assert best(AMPERE, Wishes(embed="host")).embed_in_host
+    tied = make_plan(Machine("small", (8, 6), 5 * GIB), Wishes(checkpoint=FAMILY[3], embed="host"))
+    assert not tied.embed_in_host and "it is the head as well" in plan_text(tied)
 
 
 def test_slots_share_evenly():

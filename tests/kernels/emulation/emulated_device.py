@@ -72,6 +72,9 @@ class EmulatedDevice:
     def pinned(self, nbytes: int) -> np.ndarray:
         return np.zeros(nbytes, np.uint8)
 
+    def host_memory(self, nbytes: int) -> int:
+        return self.allocate(nbytes)
+
     def download(self, address: int, nbytes: int) -> np.ndarray:
         out = np.empty(nbytes, np.uint8)
         ctypes.memmove(out.ctypes.data, address, nbytes)
