@@ -141,6 +141,7 @@ def start_engine(config: Any) -> Engine:
         context=None if chosen.context == "auto" else chosen.context,
         nvcc=config.kernels.nvcc or None,
         slots=1, kv_format=chosen.kv, embed=chosen.embed, draft=chosen.draft, max_draft=chosen.max_draft,
+        fast_head=chosen.fast_head,
         prefill_chunk=None if config.engine.prefill_chunk == "auto" else config.engine.prefill_chunk))
     engine.start()
     try:

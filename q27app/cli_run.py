@@ -28,7 +28,8 @@ QUESTION = "What are you, and does everything work?"
 @click.option("--kv", metavar="F|auto", help="Format of the attention cache.")
 @click.option("--embed", metavar="auto|device|host", help="Where the embedding table lies.")
 @click.option("--prefix-cache", metavar="DIR", help="Folder where computed prompts survive a restart.")
-@click.option("--preset", metavar="NAME", help="agentic: sampler and thinking that coding agents need.")
+@click.option("--preset", metavar="NAME", help="agentic: sampler and thinking for coding agents; reference: exact KV, no drafts, one slot.")
+@click.option("--fast-head", is_flag=True, default=None, help="In a tier with two heads let the smaller one decide.")
 @click.option("--temp", metavar="T", help="Temperature where a request does not say; 0 is greedy.")
 @click.option("--top-p", metavar="P", help="Likewise.")
 @click.option("--top-k", metavar="K", help="Likewise.")
@@ -41,7 +42,8 @@ QUESTION = "What are you, and does everything work?"
 @click.option("--capture", metavar="FOLDER", help="Keep every request there. Holds prompts.")
 @click.option("--verify-weights", is_flag=True, default=None, help="Remember a checksum of what is in device memory; /health?verify=1 compares.")
 def serve(model: str | None, host: str | None, port: str | None, backend: str | None, ctx: str | None,
-          slots: str | None, kv: str | None, embed: str | None, prefix_cache: str | None, preset: str | None, temp: str | None, top_p: str | None, top_k: str | None,
+          slots: str | None, kv: str | None, embed: str | None, prefix_cache: str | None, preset: str | None,
+          fast_head: bool | None, temp: str | None, top_p: str | None, top_k: str | None,
           min_p: str | None, think: bool | None, think_budget: str | None, request_think: bool | None,
           api_key: tuple[str, ...], api_key_file: str | None, capture: str | None,
           verify_weights: bool | None) -> int | None:
@@ -54,7 +56,8 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
 
     return serve_daemon(load_config({
         "model.path": model, "server.host": host, "server.port": port, "model.backend": backend, "model.context": ctx,
-        "model.slots": slots, "model.kv": kv, "model.embed": embed, "sampling.preset": preset, "sampling.temperature": temp, "sampling.top_p": top_p,
+        "model.slots": slots, "model.kv": kv, "model.embed": embed, "sampling.preset": preset,
+        "model.fast_head": fast_head, "sampling.temperature": temp, "sampling.top_p": top_p,
         "sampling.top_k": top_k, "sampling.min_p": min_p,
         "reasoning.default": None if think is None else "on" if think else "off", "reasoning.budget": think_budget,
         "reasoning.request_thinking": request_think, "server.api_keys": api_key or None,

@@ -35,10 +35,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sampling.temperature": 1.0, "sampling.top_p": 0.95, "sampling.top_k": 20, "sampling.min_p": 0.05,
         "reasoning.default": "on", "reasoning.budget": "none",
     },
+    "reference": {"model.kv": "exact", "model.draft": "off", "model.slots": 1, "model.fast_head": False},
 }
-"""Preset -> values. They count where neither file nor environment nor flag says otherwise. "reference" is reserved.
+"""Preset -> values. They count where neither file nor environment nor flag says otherwise.
 
-agentic: a cap on reasoning makes an agent end its turn without an answer, and greedy choices make it loop.
+reference: the plainest way to an answer, to compare others with. agentic: a cap on reasoning makes an agent end its turn without an answer, and greedy choices make it loop.
 """
 
 
@@ -97,14 +98,17 @@ class ModelSection:
     """Window of a conversation, tokens. auto: the model's own, as far as memory reaches."""
     slots: int | str = setting("auto", low=1, high=64, words=("auto",))
     """Requests that run at the same time. auto: as many as memory and the backend make sensible."""
-    kv: str = setting("auto", choices=("auto", "fp32", "fp16", "fp8", "turbo5k", "turbo3v", "turbo3"))
-    """Format of the attention cache. auto: the best that the card computes with; exact fp32 on NumPy."""
+    kv: str = setting("auto", choices=("auto", "exact", "fp32", "fp16", "fp8", "turbo5k", "turbo3v", "turbo3"))
+    """Format of the attention cache. auto: the best that the card computes with and that holds the window; exact: fp16 on a
+    card, fp32 on NumPy."""
     embed: str = setting("auto", choices=("auto", "device", "host"))
     """Where the embedding table lies on a machine with a card. auto: on the card, or in host memory where that buys window."""
     draft: str = setting("auto", choices=("auto", "off", "mtp", "suffix"))
     """Where drafts come from: the model's draft layer (mtp), repeats of the text (suffix), auto = both. Never changes a text."""
     max_draft: int = setting(15, low=1, high=15)
     """Most drafts in one pass; how many of them are worth their price is measured as it goes."""
+    fast_head: bool = setting(False)
+    """In a tier with two heads let the smaller one decide: quicker, and another text now and then. Drafts always use it."""
     repos: tuple[str, ...] = setting(())
     """Where q27app pull finds a tier: entries "3.6/q4s=owner/repo:file.q27"."""
 

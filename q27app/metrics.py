@@ -126,6 +126,7 @@ class _EngineCollector:
         yield _labelled("q27app_prefix_misses", "Prompts of which too little was kept.", "reason", cache.get("misses"))
         yield _gauge("q27app_prefix_snapshots", "States that are kept.", cache.get("snapshots"))
         yield CounterMetricFamily("q27app_prefix_evictions", "States that were given up.", value=float(cache.get("evicted") or 0))
+        yield from _drafts((status.get("drafts") or {}).get("sources") or {})
         info = {
             name: str(value)
             for name, value in (status.get("model") or {}).items()
@@ -135,6 +136,17 @@ class _EngineCollector:
         for name, value in (status.get("counters") or {}).items():
             if isinstance(value, (int, float)) and name.isidentifier():
                 yield CounterMetricFamily(f"q27app_engine_{name}", "Counter of the engine.", value=float(value))
+
+
+def _drafts(sources: dict[str, dict[str, list[int]]]) -> Iterable[Metric]:
+    """Drafts by source and depth; depth 1 is the first of a pass."""
+    for name, key, text in (("q27app_draft_tokens", "drafted", "Draft tokens verified."),
+                            ("q27app_draft_accepted_tokens", "accepted", "Draft tokens that became text.")):
+        family = CounterMetricFamily(name, text, labels=["source", "depth"])
+        for source, counts in sorted(sources.items()):
+            for depth, count in enumerate(counts.get(key) or (), 1):
+                family.add_metric([source, str(depth)], float(count))
+        yield family
 
 
 _CARD_FIGURES = (

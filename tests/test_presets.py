@@ -37,20 +37,25 @@ def test_without_a_preset_the_defaults_are_greedy_and_do_not_think():
     assert (config.sampling.temperature, config.reasoning.default) == (0.0, "off")
 
 
-def test_a_reserved_or_unknown_preset_is_refused():
-    for name in ("reference", "fast"):
-        with pytest.raises(UsageError, match="agentic"):
-            load_config({"sampling.preset": name})
+def test_the_reference_preset_is_exact_and_alone():
+    model = load_config({"sampling.preset": "reference"}).model
+    assert (model.kv, model.draft, model.slots, model.fast_head) == ("exact", "off", 1, False)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(UsageError, match="agentic"):
+        load_config({"sampling.preset": "fast"})
 
 
 def test_the_flags_of_serve_reach_the_configuration(served):
     arguments = ["serve", "--preset", "agentic", "--temp", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1",
                  "--no-think", "--think-budget", "100", "--no-request-think", "--api-key", "a", "--api-key", "b",
-                 "--capture", "kept"]
+                 "--capture", "kept", "--fast-head"]
     assert run(arguments) == 0
     config = served[0]
     assert (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k) == (0.5, 0.9, 5)
     assert (config.sampling.min_p, config.server.api_keys, config.server.capture) == (0.1, ("a", "b"), "kept")
+    assert config.model.fast_head
     reasoning = config.reasoning
     assert (reasoning.default, reasoning.budget, reasoning.request_thinking) == ("off", 100, False)
 

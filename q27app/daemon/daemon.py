@@ -210,6 +210,7 @@ class Daemon:
             "first_token_ms": fields["first_token_ms"],
             "tok/s": fields["tokens_per_s"],
             "accepted/step": fields["accepted_per_step"],
+            "drafts": _drafts_of(record.stats),
             "seed": record.seed,
             "finish": record.finish,
         }
@@ -262,6 +263,12 @@ class Daemon:
         if status.state == "ready" and age > HEARTBEAT_LIMIT_S:
             return f"the engine thread has given no sign of life for {age:.0f} s (limit {HEARTBEAT_LIMIT_S:.0f} s)."
         return ""
+
+
+def _drafts_of(stats: RequestStats | None) -> str | int:
+    """"source:accepted/drafted,..." or 0."""
+    counts = () if stats is None else stats.drafts
+    return ",".join(f"{count.source}:{sum(count.accepted)}/{sum(count.drafted)}" for count in counts) or 0
 
 
 def _ending(stats: RequestStats | None) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
             embed=model.embed,
             draft=model.draft,
             max_draft=model.max_draft,
+            fast_head=model.fast_head,
             max_queue=server.max_queue,
             prefill_chunk=_number(config.engine.prefill_chunk),
             nvcc=config.kernels.nvcc or None,

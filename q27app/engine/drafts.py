@@ -108,6 +108,7 @@ class Drafts:
         for depth, source in enumerate(sources):
             self.counts[source].drafted[depth] += 1
             self.counts[source].accepted[depth] += depth < num_accepted
+            sequence.count_draft(source, depth, depth < num_accepted)
         own = sources.count("mtp")
         if own:
             state.mtp.observe(own, min(num_accepted, own))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
 MAX_AUTO_SLOTS = 4
+EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
 """Draft steps that are queued before the host looks at what they drew."""
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
@@ -47,10 +48,12 @@ class EngineConfig:
     slots: int | None = None
     """Requests that run at once; None = as many as fit beside the window, at most 4."""
     kv_format: str = "auto"
-    """How keys and values are kept; auto: fp32 on NumPy, on CUDA the most exact that holds the window."""
+    """How keys and values are kept; auto: fp32 on NumPy, on CUDA the most exact that holds the window; exact: fp32, fp16."""
     embed: str = "auto"
     """Where the embedding table lies: "device", "host" (page-locked, read in place), auto: in host memory where that buys window.
     One that is the head as well stays on the device; NumPy knows no difference."""
+    fast_head: bool = False
+    """In a tier with two heads the smaller one decides, not only for drafts: quicker, and another text now and then."""
     max_queue: int = 64
     """Requests that may wait beyond those that run."""
     prefill_chunk: int | None = None
@@ -159,14 +162,14 @@ def _load(
                                       _estimated_bytes(container, backend.name), movable, config.embed,
                                       config.context or geometry.max_context)
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
-                       lambda done, total: progress(done / max(1, total)), in_host)
+                       lambda done, total: progress(done / max(1, total)), in_host, config.fast_head)
     plan = _plan(config, backend, geometry, free, model.weights.nbytes, max_rows)
     if in_host:
         plan = replace(plan, reasons=[*plan.reasons, *(text for text in before.reasons if text.startswith("embedding: "))])
     cache_plan = CachePlan()
     if config.cache:
         cache_plan = plan_cache(plan, backend.name, config.cache_host_bytes, config.cache_device_slots)
-        plan = replace(plan, num_blocks=plan.num_blocks + cache_plan.num_blocks, reasons=[*plan.reasons, (
+        plan = replace(plan, num_blocks=plan.num_blocks + cache_plan.num_blocks, num_kept_slots=cache_plan.num_slots, reasons=[*plan.reasons, (
             f"prefix cache: {cache_plan.num_blocks} of the blocks, {cache_plan.num_slots} states on the device, "
             f"{cache_plan.host_bytes / 1e9:.1f} GB of host memory")])
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
@@ -229,7 +232,8 @@ def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, 
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
     }
     if config.kv_format != "auto":
-        return plan_memory(geometry, kv_format=config.kv_format, **sizes)
+        wanted = EXACT_KV_FORMAT[backend.name] if config.kv_format == "exact" else config.kv_format
+        return plan_memory(geometry, kv_format=wanted, **sizes)
     card = getattr(getattr(backend, "device", None), "card", None)
     formats = automatic_kv_formats(card.capability if card else None, geometry.head_dim)
     return plan_with_best_format(geometry, formats, **sizes)

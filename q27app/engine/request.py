@@ -107,6 +107,15 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class DraftCount:
+    """Drafts of one source ("mtp", "suffix") by depth: entry 0 counts the first draft of each pass."""
+
+    source: str
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RequestStats:
     """Final figures of one request. Times in milliseconds."""
 
@@ -119,6 +128,7 @@ class RequestStats:
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafts: tuple[DraftCount, ...] = ()
     reuse: Reuse | None = None
 
 

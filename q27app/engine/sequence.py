@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from q27app.engine.request import FinishReason, Request, RequestStats, Reuse, TokenEvent
+from q27app.engine.request import DraftCount, FinishReason, Request, RequestStats, Reuse, TokenEvent
 from q27app.errors import Q27Error
 
 Deliver = Callable[[TokenEvent], None]
@@ -80,6 +80,8 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     draft_state: Any = None
     suffix_index: Any = None
+    draft_counts: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """Source -> how many drafts were made and accepted at each depth."""
     counts: TokenCounts | None = None
     prompt_logits: np.ndarray | None = None
     reuse: Reuse | None = None
@@ -128,6 +130,12 @@ class Sequence:
         if tokens and self.first_token_at is None:
             self.first_token_at = time.monotonic()
 
+    def count_draft(self, source: str, depth: int, is_accepted: bool) -> None:
+        """One draft was verified. depth: 0 = the first of a pass."""
+        for values, count in zip(self.draft_counts.setdefault(source, ([], [])), (1, int(is_accepted)), strict=True):
+            values.extend([0] * (depth + 1 - len(values)))
+            values[depth] += count
+
     def stats(self) -> RequestStats:
         """Final figures, as of now."""
         now = time.monotonic()
@@ -143,6 +151,8 @@ class Sequence:
             num_steps=self.num_steps,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            drafts=tuple(DraftCount(source, tuple(drafted), tuple(accepted))
+                         for source, (drafted, accepted) in sorted(self.draft_counts.items())),
             reuse=self.reuse,
         )
 

@@ -88,18 +88,33 @@ class CudaState:
 
     def export_blocks(self, blocks: Sequence[int]) -> np.ndarray:
         out = np.empty((len(blocks), self.block_bytes), np.uint8)
-        for row, block in zip(out, blocks, strict=True):
-            row[...] = self._device.download(self.block(block), self.block_bytes)
+        for start, stop in _runs(blocks):
+            self.block(blocks[stop - 1])
+            found = self._device.download(self.block(blocks[start]), (stop - start) * self.block_bytes)
+            out[start:stop] = found.reshape(stop - start, self.block_bytes)
         return out
 
     def import_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
         data = _bytes(data, (len(blocks), self.block_bytes), f"{len(blocks)} blocks")
-        for row, block in zip(data, blocks, strict=True):
-            self._device.upload(self.block(block), row)
+        for start, stop in _runs(blocks):
+            self.block(blocks[stop - 1])
+            self._device.upload(self.block(blocks[start]), data[start:stop])
 
     def release(self) -> None:
         for address in (self.slots, self.blocks, self.record):
             self._device.release(address)
+
+
+MAX_RUN = 64
+"""Neighbouring blocks that are copied together, most."""
+
+
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of stretches of the list whose blocks are neighbours in memory."""
+    numbers = np.asarray(blocks, np.int64)
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    edges = [0, *cuts.tolist(), len(numbers)] if len(numbers) else [0]
+    return [(at, min(at + MAX_RUN, stop)) for start, stop in zip(edges, edges[1:]) for at in range(start, stop, MAX_RUN)]
 
 
 def _bytes(data: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:

@@ -169,8 +169,9 @@ def count_accepted(batch: Batch, tokens: np.ndarray) -> np.ndarray:
     if batch.phase != "verify":
         return accepted
     assert len(tokens) == batch.num_rows, "a verify pass wants the logits of every row"
-    for seq in range(batch.num_seqs):
-        start, stop = int(batch.row_starts[seq]), int(batch.row_starts[seq + 1])
-        agrees = tokens[start:stop - 1] == batch.tokens[start + 1:stop]
-        accepted[seq] += int(np.cumprod(agrees).sum())
-    return accepted
+    rows = np.arange(batch.num_rows)
+    agrees = np.zeros(batch.num_rows, bool)
+    agrees[:-1] = tokens[:-1] == batch.tokens[1:]
+    agrees[batch.row_starts[1:] - 1] = False
+    starts = batch.row_starts[:-1]
+    return accepted + (np.minimum.reduceat(np.where(agrees, len(rows), rows), starts) - starts).astype(np.int32)

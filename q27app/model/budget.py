@@ -39,11 +39,13 @@ class MemoryPlan:
     kv_format: str
     max_context: int
     reasons: list[str] = field(default_factory=list)
+    num_kept_slots: int = 0
+    """Slots of kept states, beside those of requests."""
 
     @property
     def used(self) -> int:
         """Bytes of everything that the plan allocates."""
-        return (self.weights + self.scratch + self.graphs + self.num_slots * self.slot_bytes
+        return (self.weights + self.scratch + self.graphs + (self.num_slots + self.num_kept_slots) * self.slot_bytes
                 + self.num_blocks * self.block_bytes)
 
     def to_dict(self) -> dict:
@@ -54,7 +56,7 @@ class MemoryPlan:
         rows = [
             ("weights", self.weights),
             ("KV cache", self.num_blocks * self.block_bytes),
-            ("state", self.num_slots * self.slot_bytes),
+            ("state", (self.num_slots + self.num_kept_slots) * self.slot_bytes),
             ("scratch", self.scratch),
             ("graphs", self.graphs),
             ("reserve", self.margin),

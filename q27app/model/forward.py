@@ -121,10 +121,13 @@ class Model:
 
 def load_model(
     backend: Backend, container: Container, max_rows: int, max_logit_rows: int = BLOCK_POSITIONS,
-    progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False,
+    progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False, fast_head: bool = False,
 ) -> Model:
-    """Read the geometry, check and load every tensor, allocate activations. Raises ModelError before any upload."""
+    """Read the geometry, check and load every tensor, allocate activations. Raises ModelError before any upload.
+
+    fast_head: see `weights.bind_weights`.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
     config = ModelConfig.from_metadata(container.metadata, shapes)
-    weights = bind_weights(backend, config, container, progress, embed_in_host)
+    weights = bind_weights(backend, config, container, progress, embed_in_host, fast_head)
     return Model(backend, config, weights, max_rows, max_logit_rows)

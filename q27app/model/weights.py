@@ -190,15 +190,23 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
 def bind_weights(
     backend: Backend, config: ModelConfig, container: Container,
     progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False,
+    fast_head: bool = False,
 ) -> ModelWeights:
-    """Check all tensors, then load them. progress(bytes done, bytes in all) after each row list. embed_in_host: the embedding
-    stays in host memory, unless it is the head as well."""
+    """Check all tensors, then load them. progress(bytes done, bytes in all) after each row list.
+
+    embed_in_host: the embedding stays in host memory, unless it is the head as well. fast_head: in a tier with two heads the
+    smaller one, which drafts always use, also decides; the exact one is not loaded.
+    """
     check_tensors(config, container.tensors)
     binder = _Binder(backend, config, container, progress)
     layers = tuple(binder.layer(index) for index in range(config.num_layers))
     embed = binder.load("token_embd.weight", in_host=embed_in_host and not config.tied)
-    head = embed if config.tied else binder.load("output.weight")
-    draft_head = binder.load("output_q4.weight") if "output_q4.weight" in container.tensors else head
+    draft_head = binder.load("output_q4.weight") if "output_q4.weight" in container.tensors else None
+    if fast_head and draft_head is not None:
+        head = draft_head
+    else:
+        head = embed if config.tied else binder.load("output.weight")
+    draft_head = draft_head or head
     final_norm = binder.load("output_norm.weight")
     mtp = binder.mtp(embed, draft_head, final_norm) if config.num_mtp_layers else None
     return ModelWeights(embed, layers, final_norm, head, draft_head, mtp)
