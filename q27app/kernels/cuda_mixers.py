@@ -14,6 +14,11 @@ GATED_HEAD = 128
 """Head size whose gated norm the matrix stage applies (staging.cuh)."""
 
 
+def delta_threads(defines: dict[str, int]) -> int:
+    """Threads of a block of delta_step and delta_chunk (DELTA_THREADS)."""
+    return defines["DELTA_DIM"] // defines["SLICES"] // defines["LANE_COLUMNS"] * (defines["DELTA_DIM"] // 16)
+
+
 class Mixers:
     """delta and commit of a backend."""
 
@@ -36,9 +41,8 @@ class Mixers:
         args.conv, args.a, args.dt_bias, args.norm = layer.conv.address, layer.a.address, layer.dt_bias.address, layer.out_norm.address
         args.out = o.address
         args.out_stride, args.layer, args.deferred = o.shape[1], layer.delta_index, int(batch.deferred)
-        defines = backend.defines["delta_step"]
-        threads = geometry.delta_head_dim // defines["SLICES"] * (geometry.delta_head_dim // 16)
-        grid = (heads * defines["SLICES"], batch.num_seqs)
+        defines = backend.defines["delta_chunk" if backend.is_prefill else "delta_step"]
+        threads, grid = delta_threads(defines), (heads * defines["SLICES"], batch.num_seqs)
         if backend.is_prefill:
             args.channels, args.gates = backend.scratch.channels(batch.num_rows)
             backend.launch("delta_chunk", "delta_inputs", (batch.num_rows,), 256, 0, args, dependent=False)
@@ -101,7 +105,7 @@ class Mixers:
         args.beta_offset, args.alpha_offset = state.channels, state.channels + geometry.delta_value_heads
         args.accepted, args.layer_weights = accepted, self._table
         defines = backend.defines["delta_step"]
-        threads = geometry.delta_head_dim // defines["SLICES"] * (geometry.delta_head_dim // 16)
+        threads = delta_threads(defines)
         grid = (geometry.delta_value_heads * defines["SLICES"], batch.num_seqs, state.num_delta_layers)
         backend.launch("delta_step", "delta_step", grid, threads, 0, args)
         backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs, state.num_delta_layers), 256, 0, args)

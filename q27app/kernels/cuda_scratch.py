@@ -32,7 +32,7 @@ class Scratch:
         self._inverse = arena.take(max_rows * 4)
         self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 8 * 4))
         """Of up to 16 rows of the row family: fp16 [rows, width], -sums [rows, units], 1 / scale [rows, splits]."""
-        shared = max(max_rows * (self._channels + 2 * self._value_heads) * 4 + 256, max_rows * (self._query_row * 2 + heads * 4) + 256,
+        shared = max(max_rows * (self._channels + 4 * self._value_heads) * 4 + 256, max_rows * (self._query_row * 2 + heads * 4) + 256,
                      max_rows * wide_width * 4,
                      MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4)
         self._shared, self._shared_bytes = arena.take(shared), shared
@@ -48,7 +48,7 @@ class Scratch:
         return self._halves, self._inverse
 
     def channels(self, rows: int) -> tuple[int, int]:
-        """float32 [rows, channels], float32 [rows, value heads, 2]."""
+        """float32 [rows, channels], float32 [rows, value heads, 4]."""
         self._check(rows)
         return self._shared, self._shared + -(-rows * self._channels * 4 // 256) * 256
 

@@ -12,6 +12,7 @@ from q27app.kernels import compiler as compiler_module
 from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
 from q27app.kernels.compiler import Compiler, Job, describe, expand
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
+from q27app.kernels.cuda_mixers import delta_threads
 from tests.model.geometry import config_27b
 
 CARDS = {
@@ -110,7 +111,7 @@ def block_size(name: str, defines: dict[str, int]) -> int:
     if name in ("sample_draw", "sample_logprobs"):
         return 1024
     if name in ("delta_step", "delta_chunk"):
-        return defines["DELTA_DIM"] // defines["SLICES"] * defines["DELTA_DIM"] // 16
+        return delta_threads(defines)
     if name.startswith("linear_tiles_") and name.endswith("narrow") and defines["WARPGROUPS"]:
         return 128
     return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256

@@ -2,7 +2,7 @@
 //
 // A column of a head's state never mixes with another. LANES lanes share a column, each with VALUES key dimensions in
 // registers; the state lies in memory as [value dim][key dim], so a column is contiguous.
-//   S = decay S;  d = beta (v - k . S);  S += k d;  o = q . S
+//   d = beta (v - decay k . S);  o = decay q . S + (q . k) d;  S = decay S + k d
 #pragma once
 #include "common.cuh"
 
@@ -11,7 +11,7 @@ constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM;
 constexpr int WINDOW = CONV_WIDTH - 1;
 constexpr int VALUES = 16, LANES = DIM / VALUES;
 constexpr int COLUMNS = DIM / SLICES;                        // value dims of a block
-constexpr int DELTA_THREADS = COLUMNS * LANES;
+constexpr int DELTA_THREADS = COLUMNS / LANE_COLUMNS * LANES;
 static_assert(DIM % 32 == 0 && (LANES & (LANES - 1)) == 0 && LANES <= 32, "lanes of a column are a power of two");
 static_assert(DELTA_THREADS % 32 == 0 && DELTA_THREADS <= 1024 && DIM % SLICES == 0, "block size");
 
@@ -29,7 +29,7 @@ struct Delta {
   float* record;              // deferred: [rows, CHANNELS + 2 VALUE_HEADS]; else null
   float* out;                 // [rows, out_stride]; the row family leaves out the gated norm; null in a commit
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
-  float* gates;               // prefill: [rows, VALUE_HEADS, 2] decay, beta
+  float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay, beta, q . k
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
@@ -70,52 +70,65 @@ __device__ __forceinline__ void normalize_head(float* head, bool query) {
   for (int i = 0; i < DIM / 32; ++i) head[lane + 32 * i] = __fmul_rn(head[lane + 32 * i], factor);
 }
 
-// The lane's share of a column: key dims 4 (j + LANES i) + e at [i * 4 + e].
-struct Column {
-  float s[VALUES];
+// q . k of a normed head; every lane of the warp gets it.
+__device__ __forceinline__ float head_product(const float* q, const float* k) {
+  const int lane = threadIdx.x % 32;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i) sum = fmaf(q[lane + 32 * i], k[lane + 32 * i], sum);
+  return warp_sum(sum);
+}
+
+// The lane's share of NUM columns: key dims 4 (j + LANES i) + e at [i * 4 + e].
+template <int NUM> struct Columns {
+  float s[NUM][VALUES];
   __device__ __forceinline__ void load(const float* column, int j) {
 #pragma unroll
-    for (int i = 0; i < VALUES / 4; ++i) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(column) + j + LANES * i);
-      s[4 * i] = v.x, s[4 * i + 1] = v.y, s[4 * i + 2] = v.z, s[4 * i + 3] = v.w;
-    }
+    for (int c = 0; c < NUM; ++c)
+#pragma unroll
+      for (int i = 0; i < VALUES / 4; ++i) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(column + c * DIM) + j + LANES * i);
+        s[c][4 * i] = v.x, s[c][4 * i + 1] = v.y, s[c][4 * i + 2] = v.z, s[c][4 * i + 3] = v.w;
+      }
   }
   __device__ __forceinline__ void store(float* column, int j) const {
 #pragma unroll
-    for (int i = 0; i < VALUES / 4; ++i)
-      reinterpret_cast<float4*>(column)[j + LANES * i] = make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+    for (int c = 0; c < NUM; ++c)
+#pragma unroll
+      for (int i = 0; i < VALUES / 4; ++i)
+        reinterpret_cast<float4*>(column + c * DIM)[j + LANES * i] = make_float4(s[c][4 * i], s[c][4 * i + 1], s[c][4 * i + 2], s[c][4 * i + 3]);
   }
-  // One row; every lane of the column gets o.
-  __device__ __forceinline__ float step(const float* q, const float* k, float v, float decay, float beta, int j) {
-    float key[VALUES], part[4] = {0, 0, 0, 0}, read[4] = {0, 0, 0, 0};
+  // One row; every lane of a column gets its o. gates: decay, beta, q . k. Both products are of the state before the row, so
+  // that one exchange between lanes is on the way to the next row: q . (decay S + k d) = decay (q . S) + (q . k) d.
+  __device__ __forceinline__ void step(const float* q, const float* k, const float (&v)[NUM], const float4& gates, int j, float (&o)[NUM]) {
+    float key[VALUES], guess[NUM], read[NUM];
+#pragma unroll
+    for (int c = 0; c < NUM; ++c) guess[c] = read[c] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VALUES / 4; ++i) {
-      const float4 x = reinterpret_cast<const float4*>(k)[j + LANES * i];
+      const float4 x = reinterpret_cast<const float4*>(k)[j + LANES * i], y = reinterpret_cast<const float4*>(q)[j + LANES * i];
       key[4 * i] = x.x, key[4 * i + 1] = x.y, key[4 * i + 2] = x.z, key[4 * i + 3] = x.w;
-    }
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-      s[i] = __fmul_rn(s[i], decay);
-      part[i % 4] = fmaf(key[i], s[i], part[i % 4]);
-    }
-    const float guess = across(__fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3])));
-    const float d = __fmul_rn(beta, __fsub_rn(v, guess));
-#pragma unroll
-    for (int i = 0; i < VALUES / 4; ++i) {
-      const float4 x = reinterpret_cast<const float4*>(q)[j + LANES * i];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[4 * i + e] = fmaf(key[4 * i + e], d, s[4 * i + e]);
-        read[e] = fmaf(get(x, e), s[4 * i + e], read[e]);
+      for (int c = 0; c < NUM; ++c) {
+        const float* at = s[c] + 4 * i;
+        guess[c] = __fadd_rn(guess[c], fmaf(x.w, at[3], fmaf(x.z, at[2], fmaf(x.y, at[1], __fmul_rn(x.x, at[0])))));
+        read[c] = __fadd_rn(read[c], fmaf(y.w, at[3], fmaf(y.z, at[2], fmaf(y.y, at[1], __fmul_rn(y.x, at[0])))));
       }
     }
-    return across(__fadd_rn(__fadd_rn(read[0], read[1]), __fadd_rn(read[2], read[3])));
-  }
-  __device__ __forceinline__ static float across(float value) {
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance >>= 1)
-      value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, distance));
-    return value;
+#pragma unroll
+      for (int c = 0; c < NUM; ++c) {
+        guess[c] = __fadd_rn(guess[c], __shfl_xor_sync(ALL_LANES, guess[c], distance));
+        read[c] = __fadd_rn(read[c], __shfl_xor_sync(ALL_LANES, read[c], distance));
+      }
+#pragma unroll
+    for (int c = 0; c < NUM; ++c) {
+      const float d = __fmul_rn(gates.y, fmaf(-gates.x, guess[c], v[c]));
+      o[c] = fmaf(gates.x, read[c], __fmul_rn(gates.z, d));
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) s[c][i] = fmaf(key[i], d, __fmul_rn(s[c][i], gates.x));
+    }
   }
 };
 

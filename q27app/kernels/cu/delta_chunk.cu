@@ -16,41 +16,58 @@ __device__ __forceinline__ int sequence_of(const Delta& p, int row) {
   return seq;
 }
 
-// Convolution, silu, norms of q and k, gates: one row a block, one head at a time a warp.
+// Convolution and silu of a head's channels of a row, by a warp; lane l has channels l + 32 i.
+__device__ __forceinline__ void convolve_head(const Delta& p, const float* y, const float* window, int head, int position, int before, float* out) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < DIM / 32; ++i) {
+    const int channel = head * DIM + lane + 32 * i;
+    float taps[CONV_WIDTH], past[CONV_WIDTH];
+#pragma unroll
+    for (int j = 0; j < CONV_WIDTH; ++j) {
+      taps[j] = p.conv[channel * CONV_WIDTH + j];
+      const int back = WINDOW - j;
+      past[j] = back <= before ? y[channel - (long long)back * p.y_stride] : window[window_row(position + CONV_WIDTH - back) * CHANNELS + channel];
+    }
+    out[lane + 32 * i] = convolve(taps, past);
+  }
+  __syncwarp();
+}
+
+// Convolution, silu, norms of q and k, gates: one row a block; a warp has a query with its key, or a value.
 extern "C" __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ Delta p) {
-  __shared__ float heads[WARPS][DIM];
-  const int row = blockIdx.x, seq = sequence_of(p, row), before = row - p.row_starts[seq];
+  __shared__ float heads[WARPS][2][DIM];
+  const int row = blockIdx.x, seq = sequence_of(p, row), before = row - p.row_starts[seq], position = p.positions[row];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float* window = window_of(p, p.slot_ids[seq], p.layer);
   const float* y = p.y + (long long)row * p.y_stride;
-  for (int head = warp; head < 2 * KEY_HEADS + VALUE_HEADS; head += WARPS) {
-    for (int i = 0; i < DIM / 32; ++i) {
-      const int channel = head * DIM + lane + 32 * i;
-      float taps[CONV_WIDTH], past[CONV_WIDTH];
-#pragma unroll
-      for (int j = 0; j < CONV_WIDTH; ++j) {
-        taps[j] = p.conv[channel * CONV_WIDTH + j];
-        const int back = WINDOW - j;
-        const int from = window_row(p.positions[row] + CONV_WIDTH - back);
-        past[j] = back <= before ? y[channel - (long long)back * p.y_stride] : window[from * CHANNELS + channel];
-      }
-      heads[warp][lane + 32 * i] = convolve(taps, past);
+  float* channels = p.channels + (long long)row * CHANNELS;
+  float* gates = p.gates + (long long)row * VALUE_HEADS * 4;
+  float (&pair)[2][DIM] = heads[warp];
+  for (int item = warp; item < KEY_HEADS + VALUE_HEADS; item += WARPS) {
+    const bool is_key = item < KEY_HEADS;
+    convolve_head(p, y, window, is_key ? item : item + KEY_HEADS, position, before, pair[0]);
+    if (is_key) {
+      convolve_head(p, y, window, item + KEY_HEADS, position, before, pair[1]);
+      normalize_head(pair[0], true);
+      normalize_head(pair[1], false);
+      const float product = head_product(pair[0], pair[1]);
+      for (int head = item + lane * KEY_HEADS; head < VALUE_HEADS; head += 32 * KEY_HEADS) gates[head * 4 + 2] = product;
     }
-    __syncwarp();
-    if (head < 2 * KEY_HEADS) normalize_head(heads[warp], head < KEY_HEADS);
-    __syncwarp();
-    for (int i = 0; i < DIM / 32; ++i) p.channels[(long long)row * CHANNELS + head * DIM + lane + 32 * i] = heads[warp][lane + 32 * i];
+    for (int i = lane; i < DIM; i += 32) {
+      channels[(is_key ? item : item + KEY_HEADS) * DIM + i] = pair[0][i];
+      if (is_key) channels[(item + KEY_HEADS) * DIM + i] = pair[1][i];
+    }
     __syncwarp();
   }
   for (int head = threadIdx.x; head < VALUE_HEADS; head += THREADS) {
-    float* gates = p.gates + ((long long)row * VALUE_HEADS + head) * 2;
-    gates[0] = decay_of(y[p.alpha_offset + head], p.a[head], p.dt_bias[head]);
-    gates[1] = sigmoid(y[p.beta_offset + head]);
+    gates[head * 4] = decay_of(y[p.alpha_offset + head], p.a[head], p.dt_bias[head]);
+    gates[head * 4 + 1] = sigmoid(y[p.beta_offset + head]);
   }
 }
 
 struct __align__(16) Stage {
-  float q[STAGE_ROWS][DIM], k[STAGE_ROWS][DIM], v[STAGE_ROWS][COLUMNS], gates[STAGE_ROWS][2];
+  float q[STAGE_ROWS][DIM], k[STAGE_ROWS][DIM], v[STAGE_ROWS][COLUMNS], gates[STAGE_ROWS][4];
 };
 
 __device__ __forceinline__ void fetch(const Delta& p, Stage& stage, int row, int rows, int head, int slice) {
@@ -63,8 +80,8 @@ __device__ __forceinline__ void fetch(const Delta& p, Stage& stage, int row, int
     else if (piece < 2 * QK) copy_async_16(stage.k[r] + 4 * (piece - QK), source + (KEY_HEADS + key_head) * DIM + 4 * (piece - QK));
     else copy_async_16(stage.v[r] + 4 * (piece - 2 * QK), source + (2 * KEY_HEADS + head) * DIM + slice * COLUMNS + 4 * (piece - 2 * QK));
   }
-  for (int i = threadIdx.x; i < 2 * rows; i += DELTA_THREADS)
-    stage.gates[i / 2][i % 2] = p.gates[((long long)(row + i / 2) * VALUE_HEADS + head) * 2 + i % 2];
+  for (int i = threadIdx.x; i < rows; i += DELTA_THREADS)
+    copy_async_16(stage.gates[i], p.gates + ((long long)(row + i) * VALUE_HEADS + head) * 4);
   copy_async_commit();
 }
 
@@ -72,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __
   __shared__ Stage stages[2];
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, seq = blockIdx.y;
   const int first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first, slot = p.slot_ids[seq];
-  const int column = threadIdx.x / LANES, j = threadIdx.x % LANES;
+  const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
   float* state = state_of(p, slot, p.layer, head) + (long long)(slice * COLUMNS + column) * DIM;
-  Column s;
+  Columns<LANE_COLUMNS> s;
   s.load(state, j);
   fetch(p, stages[0], first, min(STAGE_ROWS, rows), head, slice);
   for (int done = 0, at = 0; done < rows; done += STAGE_ROWS, at ^= 1) {
@@ -88,8 +105,13 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __
     float* out = p.out + (long long)(first + done) * p.out_stride + head * DIM + slice * COLUMNS + column;
 #pragma unroll 2
     for (int r = 0; r < count; ++r) {
-      const float o = s.step(stage.q[r], stage.k[r], stage.v[r][column], stage.gates[r][0], stage.gates[r][1], j);
-      if (j == 0) out[(long long)r * p.out_stride] = o;
+      float v[LANE_COLUMNS], o[LANE_COLUMNS];
+#pragma unroll
+      for (int c = 0; c < LANE_COLUMNS; ++c) v[c] = stage.v[r][column + c];
+      s.step(stage.q[r], stage.k[r], v, *reinterpret_cast<const float4*>(stage.gates[r]), j, o);
+#pragma unroll
+      for (int c = 0; c < LANE_COLUMNS; ++c)
+        if (j == c) out[(long long)r * p.out_stride + c] = o[c];
     }
     __syncthreads();
   }

@@ -5,17 +5,17 @@
 // Layout:    delta.cuh
 // Launch:    delta_step grid (value heads * SLICES, seqs, layers), block (DELTA_THREADS), static shared memory;
 //            delta_window grid (channels / 256, seqs, layers), block (256); delta_gate grid (rows), block (256)
-// Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH, SLICES    Limits: 16 rows a sequence
+// Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH, SLICES, LANE_COLUMNS    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
 //
-// The gated norm needs a whole head and is applied where the output is next read (staging.cuh), or by delta_gate. The state
-// is fetched before the kernel waits for its inputs: nothing since the last pass has written it.
+// The gated norm needs a whole head and is applied where the output is next read (staging.cuh), or by delta_gate. State and
+// window are fetched before the kernel waits for its inputs: nothing since the last pass has written them.
 #include "delta.cuh"
 
 constexpr int MAX_ROWS = 16, RECORD = CHANNELS + 2 * VALUE_HEADS;
 
 struct __align__(16) Inputs {
-  float q[MAX_ROWS][DIM], k[MAX_ROWS][DIM], v[MAX_ROWS][COLUMNS], gates[MAX_ROWS][2];
+  float q[MAX_ROWS][DIM], k[MAX_ROWS][DIM], v[MAX_ROWS][COLUMNS], gates[MAX_ROWS][4];
 };
 
 struct Span {   // rows of a sequence
@@ -32,43 +32,66 @@ __device__ __forceinline__ Span span_of(const Delta& p, int seq) {
   return s;
 }
 
+// Channels of the block, in passes of DELTA_THREADS: q and k of its key head, its columns of v. A thread has one a pass.
+constexpr int BLOCK_CHANNELS = 2 * DIM + COLUMNS, PASSES = (BLOCK_CHANNELS + DELTA_THREADS - 1) / DELTA_THREADS;
+constexpr int BATCH = 8;   // rows whose loads are in flight together, of all passes
+
+__device__ __forceinline__ int channel_of(int i, int head, int slice) {
+  const int key_head = head % KEY_HEADS;
+  return i < DIM ? key_head * DIM + i : i < 2 * DIM ? (KEY_HEADS + key_head) * DIM + i - DIM : (2 * KEY_HEADS + head) * DIM + slice * COLUMNS + i - 2 * DIM;
+}
+
+struct Taps {   // of a thread's channels; loaded before the inputs are there
+  float taps[PASSES][CONV_WIDTH], past[PASSES][CONV_WIDTH];
+  __device__ __forceinline__ void load(const float* conv, const float* window, int position, int head, int slice) {
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = threadIdx.x + pass * DELTA_THREADS, channel = channel_of(min(i, BLOCK_CHANNELS - 1), head, slice);
+#pragma unroll
+      for (int j = 0; j < CONV_WIDTH; ++j) taps[pass][j] = conv[channel * CONV_WIDTH + j];
+#pragma unroll
+      for (int j = 0; j < WINDOW; ++j) past[pass][j + 1] = __ldcg(window + window_row(position + 1 + j) * CHANNELS + channel);
+    }
+  }
+};
+
 __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& span, const float* y, float* window, int head, int slice,
-                                        const float* conv, const float* a, const float* dt_bias) {
-  const int key_head = head % KEY_HEADS, warp = threadIdx.x / 32, warps = DELTA_THREADS / 32;
-  for (int i = threadIdx.x; i < 2 * DIM + COLUMNS; i += DELTA_THREADS) {
-    const int channel = i < DIM ? key_head * DIM + i
-                      : i < 2 * DIM ? (KEY_HEADS + key_head) * DIM + i - DIM
-                                    : (2 * KEY_HEADS + head) * DIM + slice * COLUMNS + i - 2 * DIM;
-    const bool mine = i >= 2 * DIM || (head < KEY_HEADS && slice == 0);   // one block keeps each channel
-    float taps[CONV_WIDTH], past[CONV_WIDTH];
+                                        Taps& t, const float* a, const float* dt_bias) {
+  const int warp = threadIdx.x / 32, warps = DELTA_THREADS / 32;
+  const bool keeps_key = head < KEY_HEADS && slice == 0;   // one block keeps each channel
+  for (int r0 = 0; r0 < span.rows; r0 += BATCH) {
+    float raw[PASSES][BATCH];
 #pragma unroll
-    for (int j = 0; j < CONV_WIDTH; ++j) taps[j] = conv[channel * CONV_WIDTH + j];
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int channel = channel_of(min((int)threadIdx.x + pass * DELTA_THREADS, BLOCK_CHANNELS - 1), head, slice);
 #pragma unroll
-    for (int j = 0; j < WINDOW; ++j) past[j + 1] = window[window_row(span.position + 1 + j) * CHANNELS + channel];
-    constexpr int BATCH = 4;   // rows whose loads are in flight together
-    for (int r0 = 0; r0 < span.rows; r0 += BATCH) {
-      float raw[BATCH];
+      for (int e = 0; e < BATCH; ++e) raw[pass][e] = r0 + e < span.rows ? __ldcg(y + (long long)(r0 + e) * p.y_stride + channel) : 0.0f;
+    }
 #pragma unroll
-      for (int e = 0; e < BATCH; ++e) raw[e] = r0 + e < span.rows ? __ldcg(y + (long long)(r0 + e) * p.y_stride + channel) : 0.0f;
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = threadIdx.x + pass * DELTA_THREADS;
+      if (i >= BLOCK_CHANNELS) break;
+      const int channel = channel_of(i, head, slice);
+      const bool mine = i >= 2 * DIM || keeps_key;
 #pragma unroll
       for (int e = 0; e < BATCH; ++e) {
         const int r = r0 + e;
         if (r >= span.rows) break;
 #pragma unroll
-        for (int j = 0; j < WINDOW; ++j) past[j] = past[j + 1];
-        past[WINDOW] = raw[e];
-        const float value = convolve(taps, past);
+        for (int j = 0; j < WINDOW; ++j) t.past[pass][j] = t.past[pass][j + 1];
+        t.past[pass][WINDOW] = raw[pass][e];
+        const float value = convolve(t.taps[pass], t.past[pass]);
         if (i < DIM) in.q[r][i] = value;
         else if (i < 2 * DIM) in.k[r][i - DIM] = value;
         else in.v[r][i - 2 * DIM] = value;
-        if (mine && p.deferred) p.record[(long long)(span.first + r) * RECORD + channel] = past[WINDOW];
-        if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = past[WINDOW];
+        if (mine && p.deferred) p.record[(long long)(span.first + r) * RECORD + channel] = raw[pass][e];
+        if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = raw[pass][e];
       }
     }
   }
   for (int r = threadIdx.x; r < span.rows; r += DELTA_THREADS) {
     const float* row = y + (long long)r * p.y_stride;
-    const float alpha = row[p.alpha_offset + head], beta = row[p.beta_offset + head];
+    const float alpha = __ldcg(row + p.alpha_offset + head), beta = __ldcg(row + p.beta_offset + head);
     in.gates[r][0] = decay_of(alpha, a[head], dt_bias[head]);
     in.gates[r][1] = sigmoid(beta);
     if (p.deferred && slice == 0) {
@@ -77,30 +100,44 @@ __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& 
     }
   }
   __syncthreads();
-  for (int i = warp; i < 2 * span.rows; i += warps) normalize_head(i & 1 ? in.k[i / 2] : in.q[i / 2], !(i & 1));
+  for (int r = warp; r < span.rows; r += warps) {
+    normalize_head(in.q[r], true);
+    normalize_head(in.k[r], false);
+    const float product = head_product(in.q[r], in.k[r]);
+    if (threadIdx.x % 32 == 0) in.gates[r][2] = product;
+  }
   __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 1) delta_step(const __grid_constant__ Delta p) {
   __shared__ Inputs in;
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
-  const int layer = p.layer + blockIdx.z;
+  const int layer = p.layer + blockIdx.z, slot = p.slot_ids[blockIdx.y];
   allow_next();
-  const int column = threadIdx.x / LANES, j = threadIdx.x % LANES;
-  float* state = state_of(p, p.slot_ids[blockIdx.y], layer, head) + (long long)(slice * COLUMNS + column) * DIM;
-  Column s;
+  const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
+  float* state = state_of(p, slot, layer, head) + (long long)(slice * COLUMNS + column) * DIM;
+  float* window = window_of(p, slot, layer);
+  Columns<LANE_COLUMNS> s;
   s.load(state, j);
   const float* conv = p.layer_weights ? p.layer_weights[4 * layer] : p.conv;
   const float* a = p.layer_weights ? p.layer_weights[4 * layer + 1] : p.a;
   const float* dt_bias = p.layer_weights ? p.layer_weights[4 * layer + 2] : p.dt_bias;
+  Taps taps;
+  taps.load(conv, window, p.positions[p.row_starts[blockIdx.y]], head, slice);
   wait_for_earlier();
   const Span span = span_of(p, blockIdx.y);
   if (span.rows <= 0) return;
   const float* y = p.y + blockIdx.z * p.record_stride + (long long)span.first * p.y_stride;
-  prepare(p, in, span, y, window_of(p, span.slot, layer), head, slice, conv, a, dt_bias);
+  prepare(p, in, span, y, window, head, slice, taps, a, dt_bias);
+#pragma unroll 1
   for (int r = 0; r < span.rows; ++r) {
-    const float o = s.step(in.q[r], in.k[r], in.v[r][column], in.gates[r][0], in.gates[r][1], j);
-    if (p.out && j == 0) p.out[(long long)(span.first + r) * p.out_stride + head * DIM + slice * COLUMNS + column] = o;
+    float v[LANE_COLUMNS], o[LANE_COLUMNS];
+#pragma unroll
+    for (int c = 0; c < LANE_COLUMNS; ++c) v[c] = in.v[r][column + c];
+    s.step(in.q[r], in.k[r], v, *reinterpret_cast<const float4*>(in.gates[r]), j, o);
+#pragma unroll
+    for (int c = 0; c < LANE_COLUMNS; ++c)
+      if (p.out && j == c) p.out[(long long)(span.first + r) * p.out_stride + head * DIM + slice * COLUMNS + column + c] = o[c];
   }
   if (!p.deferred) s.store(state, j);
 }
