@@ -28,7 +28,7 @@ QUESTION = "What are you, and does everything work?"
 @click.option("--kv", metavar="F|auto", help="Format of the attention cache.")
 @click.option("--embed", metavar="auto|device|host", help="Where the embedding table lies.")
 @click.option("--prefix-cache", metavar="DIR", help="Folder where computed prompts survive a restart.")
-@click.option("--preset", metavar="NAME", help="agentic: sampler and thinking for coding agents; reference: exact KV, no drafts, one slot.")
+@click.option("--preset", metavar="NAME", help="agentic: for coding agents; card, card-coding, card-instruct: the model card's; reference: the plainest.")
 @click.option("--fast-head", is_flag=True, default=None, help="In a tier with two heads let the smaller one decide.")
 @click.option("--temp", metavar="T", help="Temperature where a request does not say; 0 is greedy.")
 @click.option("--top-p", metavar="P", help="Likewise.")

@@ -35,11 +35,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sampling.temperature": 1.0, "sampling.top_p": 0.95, "sampling.top_k": 20, "sampling.min_p": 0.05,
         "reasoning.default": "on", "reasoning.budget": "none",
     },
+    "card": {
+        "sampling.temperature": 1.0, "sampling.top_p": 0.95, "sampling.top_k": 20, "sampling.min_p": 0.0,
+        "sampling.presence_penalty": 0.0, "reasoning.default": "on",
+    },
+    "card-coding": {
+        "sampling.temperature": 0.6, "sampling.top_p": 0.95, "sampling.top_k": 20, "sampling.min_p": 0.0,
+        "sampling.presence_penalty": 0.0, "reasoning.default": "on",
+    },
+    "card-instruct": {
+        "sampling.temperature": 0.7, "sampling.top_p": 0.8, "sampling.top_k": 20, "sampling.min_p": 0.0,
+        "sampling.presence_penalty": 1.5, "reasoning.default": "off",
+    },
     "reference": {"model.kv": "exact", "model.draft": "off", "model.slots": 1, "model.fast_head": False},
 }
 """Preset -> values. They count where neither file nor environment nor flag says otherwise.
 
-reference: the plainest way to an answer, to compare others with. agentic: a cap on reasoning makes an agent end its turn without an answer, and greedy choices make it loop.
+reference: the plainest way to an answer, to compare others with. agentic: a cap on reasoning makes an agent end its turn
+without an answer, and greedy choices make it loop. card: what the model card of Qwen3.6-27B recommends, for thinking in
+general, for exact code, and without thinking.
 """
 
 
@@ -150,7 +164,8 @@ class SamplingSection:
     """What applies where a request does not say; a request's own field always wins."""
 
     preset: str = setting("", choices=("", *PRESETS))
-    """A set of values for everything that is set nowhere else; "" = the defaults. agentic: what coding agents need."""
+    """A set of values for everything that is set nowhere else; "" = the defaults. agentic: what coding agents need;
+    card, card-coding, card-instruct: the model card's samplers."""
     temperature: float = setting(0.0, low=0, high=100)
     """0 is greedy: always the most likely token."""
     top_k: int = setting(0, low=0, high=1_000_000)
@@ -159,6 +174,8 @@ class SamplingSection:
     """Keep the most likely tokens that together have this probability; 1 = all."""
     min_p: float = setting(0.0, low=0, high=1)
     """Keep tokens at least this share as likely as the best; 0 = all."""
+    presence_penalty: float = setting(0.0, low=-2, high=2)
+    """Taken off the logit of every token that was generated already; 0 = off."""
     max_tokens: int = setting(8192, low=1, high=1_048_576)
     """Longest answer, tokens, reasoning included; the window may end it sooner."""
 

@@ -65,3 +65,11 @@ def test_a_flag_that_is_out_of_bounds_is_named(served, capsys):
     assert "--temp" in capsys.readouterr().err
     assert run(["serve", "--think-budget", "0"]) == EXIT_USAGE
     assert served == []
+
+
+def test_the_model_cards_samplers_are_presets():
+    found = {name: load_config({"sampling.preset": name}) for name in ("card", "card-coding", "card-instruct")}
+    samplers = {name: (config.sampling.temperature, config.sampling.top_p, config.sampling.top_k, config.sampling.min_p,
+                       config.sampling.presence_penalty, config.reasoning.default) for name, config in found.items()}
+    assert samplers == {"card": (1.0, 0.95, 20, 0.0, 0.0, "on"), "card-coding": (0.6, 0.95, 20, 0.0, 0.0, "on"),
+                        "card-instruct": (0.7, 0.8, 20, 0.0, 1.5, "off")}

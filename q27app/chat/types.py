@@ -103,6 +103,8 @@ class ChatRequest:
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
+    more_prompts: tuple[str | tuple[int, ...], ...] = ()
+    """Further raw prompts, each answered by itself; the answers to the first come first."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     thinking: Thinking = field(default_factory=Thinking)
@@ -114,11 +116,16 @@ class ChatRequest:
     answer_schema: dict[str, Any] | None = None
     """JSON schema that the answer's text must keep to; None = any text."""
     num_choices: int = 1
-    """How many answers are asked for."""
+    """How many answers to each prompt are asked for."""
     dialect: str = ""
     """ "messages" | "chat" | "completions" | "responses" """
     prefix_parts: tuple[str, ...] = ()
     """Reserved for the prefix cache: fingerprints of history messages."""
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are asked for in all."""
+        return self.num_choices * (1 + len(self.more_prompts))
 
 
 @dataclass(frozen=True)

@@ -227,11 +227,15 @@ def _choice(index: int, answer: Answer) -> dict[str, Any]:
     }
 
 
-def summed(usages: list[Usage]) -> Usage:
-    """Of several answers to one prompt."""
+def summed(usages: list[Usage], num_choices: int | None = None) -> Usage:
+    """Of all answers to a request, in order. num_choices: how many belong to each prompt; None: all to one.
+
+    Each usage counts the prompts of the whole request; what was reused of a prompt counts once.
+    """
+    size = num_choices or len(usages)
     return Usage(
         usages[0].num_prompt,
-        max(usage.num_cached for usage in usages),
+        sum(max(usage.num_cached for usage in usages[at : at + size]) for at in range(0, len(usages), size)),
         sum(usage.num_generated for usage in usages),
         sum(usage.num_reasoning for usage in usages),
     )

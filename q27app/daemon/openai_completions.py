@@ -1,4 +1,7 @@
-"""The OpenAI Completions dialect: POST /v1/completions. The prompt is encoded raw: control tokens in it count."""
+"""The OpenAI Completions dialect: POST /v1/completions. Prompts are encoded raw: control tokens in them count.
+
+Several prompts in one request are answered side by side, each as it would be alone.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from q27app.daemon.sse import COMMENT, DONE, data
 from q27app.errors import BadRequest
 
 NAME = "completions"
+MAX_PROMPTS = 64
 
 
 def parse(body: fields.Object) -> ChatRequest:
@@ -26,8 +30,10 @@ def parse(body: fields.Object) -> ChatRequest:
     logprobs = fields.integer(body, "logprobs")
     if logprobs is not None and not 0 <= logprobs <= fields.MAX_LOGPROBS:
         raise BadRequest(f"logprobs: {logprobs} is outside 0 to {fields.MAX_LOGPROBS}.", param="logprobs")
+    first, *more = _prompts(body.get("prompt"))
     return ChatRequest(
-        prompt=_prompt(body.get("prompt")),
+        prompt=first,
+        more_prompts=tuple(more),
         sampling=fields.sampling(body, fields.integer(body, "max_tokens"), logprobs),
         stop=fields.stop_strings(body, "stop"),
         stream=fields.boolean(body, "stream") or False,
@@ -39,19 +45,21 @@ def parse(body: fields.Object) -> ChatRequest:
     )
 
 
+def _prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
+    """One prompt, text or ids, or a list of them. Raises BadRequest."""
+    is_list = isinstance(raw, list) and bool(raw) and all(isinstance(item, (str, list)) for item in raw)
+    given = raw if is_list else [raw]
+    if len(given) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: {len(given)} prompts in one request, expected at most {MAX_PROMPTS}.",
+                         "Send them in several requests.", "prompt")
+    return tuple(_prompt(item) for item in given)
+
+
 def _prompt(raw: Any) -> str | tuple[int, ...]:
-    if isinstance(raw, list) and len(raw) == 1 and isinstance(raw[0], (str, list)):
-        raw = raw[0]
     if isinstance(raw, str) and raw:
         return raw
     if isinstance(raw, list) and raw and all(type(item) is int for item in raw):
         return tuple(raw)
-    if isinstance(raw, list) and len(raw) > 1 and all(isinstance(item, (str, list)) for item in raw):
-        raise BadRequest(
-            f"prompt: {len(raw)} prompts in one request are not supported, only 1.",
-            "Send one request for each.",
-            "prompt",
-        )
     error = BadRequest("prompt: the prompt is empty; expected a string or an array of token ids.", param="prompt")
     error.code = "empty_prompt"
     raise error
@@ -75,14 +83,14 @@ def render(identity: Identity, answer: Answer) -> dict[str, Any]:
         "created": identity.created,
         "model": identity.model,
         "choices": choices,
-        "usage": usage_of(summed([each.usage for each in answers])),
+        "usage": usage_of(summed([each.usage for each in answers], identity.chat.num_choices)),
     }
 
 
 async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncIterator[bytes]:
     """The stream, chunk by chunk. The first byte is a comment: there is no role to announce."""
-    usages: list[Usage] = []
-    lengths = [0] * identity.chat.num_choices
+    usages: dict[int, Usage] = {}
+    lengths = [0] * identity.chat.num_answers
     async for delta in deltas:
         if delta.kind in ("start", "ping"):
             yield COMMENT
@@ -91,10 +99,11 @@ async def events(identity: Identity, deltas: AsyncIterator[Delta]) -> AsyncItera
             lengths[delta.index] += len(delta.text)
         elif delta.kind == "finish":
             yield _chunk(identity, delta.index, "", FINISH_REASONS[delta.finish or "stop"])
-            usages.append(delta.usage or Usage())
+            usages[delta.index] = delta.usage or Usage()
         if len(usages) == len(lengths):
             if identity.include_usage:
-                yield data({**_envelope(identity), "choices": [], "usage": usage_of(summed(usages))})
+                total = summed([usages[index] for index in range(len(lengths))], identity.chat.num_choices)
+                yield data({**_envelope(identity), "choices": [], "usage": usage_of(total)})
             yield DONE
             return
 

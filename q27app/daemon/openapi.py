@@ -72,7 +72,7 @@ ROUTES = (
     Route("post", "/v1/chat/completions", "OpenAI Chat Completions", ("id", "object", "choices", "usage"), CHAT,
           ("messages",), {"messages": HI}),
     Route("post", "/v1/completions", "OpenAI Completions", ("id", "object", "choices", "usage"),
-          {**OPENAI, "prompt": {"oneOf": [TEXT, IDS]}, "logprobs": COUNT}, ("prompt",), {"prompt": "hi"}),
+          {**OPENAI, "prompt": {"oneOf": [TEXT, IDS, {"type": "array", "items": {"oneOf": [TEXT, IDS]}}]}, "logprobs": COUNT}, ("prompt",), {"prompt": "hi"}),
     Route("post", "/v1/responses", "OpenAI Responses", ("id", "object", "status", "output", "usage"), RESPONSES,
           ("input",), {"input": "hi"}),
     Route("post", "/v1/messages", "Anthropic Messages", ("id", "type", "role", "content", "stop_reason", "usage"),

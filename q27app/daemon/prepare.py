@@ -107,7 +107,7 @@ def sampling_params(chat: ChatRequest, config: Config) -> SamplingParams:
         top_k=default.top_k if given.top_k is None else given.top_k,
         top_p=default.top_p if given.top_p is None else given.top_p,
         min_p=default.min_p if given.min_p is None else given.min_p,
-        presence_penalty=given.presence_penalty or 0.0,
+        presence_penalty=default.presence_penalty if given.presence_penalty is None else given.presence_penalty,
         frequency_penalty=given.frequency_penalty or 0.0,
         logprobs=given.logprobs,
         seed=seed,
@@ -134,19 +134,19 @@ def check_length(daemon: Daemon, num_tokens: int) -> int:
 async def prepare(daemon: Daemon, chat: ChatRequest, record: RequestRecord) -> list[Choice]:
     """Everything before the submit, for each answer that is asked for. Raises what refuses the request."""
     record.phase = "rendering"
-    prompt = await _rendered(daemon, chat)
-    record.num_prompt = len(prompt.tokens)
-    room = check_length(daemon, record.num_prompt)
+    prompts = [await _rendered(daemon, each) for each in _by_prompt(chat)]
+    record.num_prompt = sum(len(prompt.tokens) for prompt in prompts)
+    rooms = [check_length(daemon, len(prompt.tokens)) for prompt in prompts]
     params = sampling_params(chat, daemon.config)
     constraints = await _constraints(daemon, chat)
     is_constrained = constraints[0] is not None
-    params = replace(
-        params, max_tokens=min(params.max_tokens, room), ignore_eos=params.ignore_eos and not is_constrained
-    )
+    params = replace(params, ignore_eos=params.ignore_eos and not is_constrained)
     record.seed = params.seed if params.temperature > 0 else None
     choices = []
     for index, constraint in enumerate(constraints):
-        own = replace(params, seed=(params.seed + index) % 2**64)
+        at, number = divmod(index, chat.num_choices)
+        prompt, most = prompts[at], min(params.max_tokens, rooms[at])
+        own = replace(params, seed=(params.seed + number) % 2**64, max_tokens=most)
         request = Request(
             id=f"{record.id}_{index}" if index else record.id,
             prompt=prompt.tokens,
@@ -162,6 +162,13 @@ async def prepare(daemon: Daemon, chat: ChatRequest, record: RequestRecord) -> l
     return choices
 
 
+def _by_prompt(chat: ChatRequest) -> list[ChatRequest]:
+    """The request for each of its raw prompts; itself where there is one."""
+    if not chat.more_prompts:
+        return [chat]
+    return [replace(chat, prompt=prompt, more_prompts=()) for prompt in (chat.prompt, *chat.more_prompts)]
+
+
 async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | None]:
     """What the answers must look like, one constraint each; None where anything goes."""
     from q27app.chat import grammar
@@ -174,10 +181,10 @@ async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | N
         param, schema = "response_format", chat.answer_schema
         source = lambda: grammar.answer_source(schema, tools, dialect, parallel)  # noqa: E731
     else:
-        return [None] * chat.num_choices
+        return [None] * chat.num_answers
     if not grammar.is_available():
         if param == "tools":
-            return [None] * chat.num_choices
+            return [None] * chat.num_answers
         raise BadRequest(
             "response_format: this installation cannot enforce a form, llguidance is missing.",
             "Install q27app[json], or leave response_format out.",
@@ -186,7 +193,7 @@ async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | N
 
     def compile_all() -> list[Constraint | None]:
         text, compiler = source(), daemon.constraints()
-        return [compiler.compile(text, param) for _ in range(chat.num_choices)]
+        return [compiler.compile(text, param) for _ in range(chat.num_answers)]
 
     return await asyncio.get_running_loop().run_in_executor(daemon.executor, compile_all)
 

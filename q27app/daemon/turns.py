@@ -82,7 +82,7 @@ class Turns:
             return
         if is_exact and turn.is_plain:
             self.replay.keep(turn.message(), turn.request.prompt, turn.tokens)
-        if turn.chat.num_choices > 1 or len(daemon.active) > MAX_ACTIVE:
+        if turn.chat.num_answers > 1 or len(daemon.active) > MAX_ACTIVE:
             return
         try:
             daemon.executor.submit(self._settle, turn)
