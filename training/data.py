@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 12, 256: 19, 512: 29, 1024: 15, 2048: 7, 4096: 12, 8192: 6}
+SHARES = {128: 5, 256: 11, 512: 34, 1024: 24, 2048: 9, 4096: 13, 8192: 4}
 EARLY_SHARES = {128: 14, 256: 24, 512: 36, 1024: 16, 2048: 5, 4096: 4, 8192: 1}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.25

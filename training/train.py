@@ -41,8 +41,9 @@ ROUND_SHARE = 0.8
 DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
 DRAFT_EVERY = 2
-"""Until DECAY_FROM drafts are trained on every second step, then on every one."""
-DRAFT_PART = 2
+"""Until DRAFTS_FROM drafts are trained on every second step, then on every one."""
+DRAFTS_FROM = 0.8
+DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
 SAVE_EVERY_S = 60
@@ -107,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="print where the card's time goes in a few early steps")
     parser.add_argument("--compile", action="store_true", help="fuse the parts of the network; a minute at the start")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="held-out examples of each set at the end")
+    parser.add_argument("--reserve", type=float, default=0.0, metavar="GB", help="take this much of the GPU's memory before anything else does")
     parser.add_argument("--exact", action="store_true", help="the delta rule in float32 on a GPU too")
     parser.add_argument("--small", action="store_true", help="a tiny network, to try the script on a CPU")
     return parser.parse_args()
@@ -119,6 +121,8 @@ class Run:
         self.options = options
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(options.seed)
+        if options.reserve and self.device == "cuda":
+            torch.empty(int(options.reserve * 1e9), dtype=torch.uint8, device=self.device)
         torch.set_float32_matmul_precision("high")
         options.out.mkdir(parents=True, exist_ok=True)
         self.checkpoint = options.out / "last.pt"
@@ -168,7 +172,7 @@ class Run:
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * learning_rate(share)
-        has_drafts = share >= DECAY_FROM or self.step % DRAFT_EVERY == 0
+        has_drafts = share >= DRAFTS_FROM or self.step % DRAFT_EVERY == 0
         depths = (DRAFT_DEPTHS if tokens.shape[1] <= DRAFT_MAX_LENGTH else 1) if has_drafts else 0
         is_rounded = share >= ROUND_FROM and random.random() < ROUND_SHARE
         if is_rounded:

@@ -22,7 +22,7 @@ CHARS_A_TOKEN = 3.3
 PLAIN = (
     (facts, 30), (arithmetic, 18), (follow_up, 3), (copying, 14), (editing, 4), (summary, 7), (extraction, 8), (listing, 3),
 )
-WITH_TOOLS = ((tool_call, 14), (tool_session, 3), (refusal, 4))
+WITH_TOOLS = ((tool_call, 12), (tool_session, 9), (refusal, 3))
 SYSTEMS = (
     "You are a helpful assistant.", "You are a helpful assistant. Answer in short sentences.", "Be brief.", "Answer shortly and truly.",
     "You are the demo model of q27app.", "You help people with q27app.", "You are a careful assistant for everyday tasks.",
@@ -110,9 +110,9 @@ def conversation(rng: random.Random, length: int) -> Conversation:
     if length == 256:
         return _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.62:
+    if kind < 0.68:
         return _session(rng, length, tools=True)
-    if kind < 0.7:
+    if kind < 0.8:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 
@@ -156,7 +156,7 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
         return base
     misses = 0
     while misses < 3:
-        example = with_tools(rng) if tools and rng.random() < 0.15 else plain(rng, TRAIN)
+        example = with_tools(rng) if tools and rng.random() < 0.35 else plain(rng, TRAIN)
         if example.alone or (example.tools and not tools):
             misses += 1
             continue
