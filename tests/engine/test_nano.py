@@ -113,7 +113,7 @@ def test_prompt_logits_are_those_of_the_model_alone(dense):
 def test_a_window_that_does_not_fit_is_refused_before_anything_is_loaded(dense):
     shares = []
     with pytest.raises(OutOfMemory, match="does not fit"):
-        open_model(EngineConfig(dense, "numpy", context=1 << 24, slots=4096), shares.append)
+        open_model(EngineConfig(dense, "numpy", context=1 << 19, slots=4096), shares.append)
     assert shares == []
 
 
