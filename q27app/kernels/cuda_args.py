@@ -97,7 +97,8 @@ class Delta(ctypes.Structure):
 class Sample(ctypes.Structure):
     _fields_ = _fields(
         p="logits work temperature top_k top_p min_p presence frequency seeds positions penalty_starts penalty_ids "
-          "penalty_counts masks num_logprobs part_best part_top tokens margins logprobs logprob_ids",
+          "penalty_counts masks num_logprobs part_best part_top tokens margins logprobs logprob_ids "
+          "part_mass list list_sizes floors",
         i="n vocab mask_words",
     )
 

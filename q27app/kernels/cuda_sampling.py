@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from q27app.errors import Q27Error
@@ -9,7 +11,17 @@ from q27app.kernels import cuda_args
 from q27app.kernels.batch import Drafted, Sampled, SamplingRows
 from q27app.kernels.memory import CudaBuffer
 
-CHUNKS, MAX_LOGPROBS, MAX_STEPS = 32, 32, 16
+CHUNKS, LIST, MAX_LOGPROBS, MAX_STEPS = 64, 4096, 32, 16
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What any row of a pass needs: noise, penalties, a cut by top-k or top-p, masses for top-p."""
+
+    drawn: bool = False
+    penalized: bool = False
+    cut: bool = False
+    summed: bool = False
 
 
 class Sampler:
@@ -27,10 +39,11 @@ class Sampler:
         self._out = take(8 * max_rows + 4 * max_seqs)
         self._logprobs, self._logprob_ids = take(max_rows * 33 * 4), take(max_rows * MAX_LOGPROBS * 4)
         self._drafts = take(8 * max_rows * MAX_STEPS)
+        self._part_mass, self._list, self._cuts = take(max_rows * CHUNKS * 8), take(max_rows * LIST * 4), take(max_rows * 8)
         self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
         self._step, self._chain = 0, cuda_args.Sample()
-        self._chain_limits, self._chain_kinds = 0, (False, False)
+        self._chain_limits, self._chain_kinds = 0, Kinds()
         self._event = None
 
     @property
@@ -53,23 +66,29 @@ class Sampler:
         if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
             raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
 
-    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: tuple[bool, bool]) -> None:
-        """kinds: whether any row draws with noise, and whether any has penalties."""
-        n, (drawn, penalized) = self._rows, kinds
+    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: Kinds) -> None:
+        n = self._rows
         args.logits, args.n, args.vocab = logits.address, n, self.vocab
         args.part_best, args.part_top = self._part_best, self._part_top
         args.tokens, args.margins = self._out, self._out + 4 * self.max_rows
         args.logprobs, args.logprob_ids = self._logprobs, self._logprob_ids
+        args.part_mass, args.list, args.list_sizes, args.floors = self._part_mass, self._list, self._cuts, self._cuts + 4 * self.max_rows
         launch = self._backend.launch
-        if drawn or penalized or args.masks:
+        if kinds.drawn or kinds.penalized or args.masks:
             args.work = self._work
             launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args, dependent=False)
-        if penalized:
+        if kinds.penalized:
             launch("sample", "sample_penalize", (n,), 256, 0, args, dependent=False)
         launch("sample", "sample_scan", (CHUNKS, n), 256, 0, args, dependent=False)
-        launch("sample", "sample_pick", (n,), 256, 0, args, dependent=False)
-        if drawn:
-            launch("sample", "sample_draw", (n,), 1024, 0, args, dependent=False)
+        launch("sample", "sample_pick", (n,), CHUNKS, 0, args, dependent=False)
+        if kinds.summed:
+            launch("sample", "sample_mass", (CHUNKS, n), 256, 0, args, dependent=False)
+        if kinds.cut:
+            launch("sample", "sample_gather", (CHUNKS, n), 256, 0, args, dependent=False)
+        if kinds.drawn:
+            launch("sample", "sample_floor", (n,), 1024, 0, args, dependent=False)
+            launch("sample", "sample_noise", (CHUNKS, n), 256, 0, args, dependent=False)
+            launch("sample", "sample_take", (n,), CHUNKS, 0, args, dependent=False)
         if (self._num_logprobs >= 0).any():
             launch("sample", "sample_logprobs", (n,), 1024, 0, args, dependent=False)
 
@@ -113,8 +132,8 @@ class Sampler:
         if n > self.max_rows or len(limits) != n or limits.min() < 1 or limits.max() > MAX_STEPS:
             raise Q27Error(f"drafts: {n} rows with limits {limits.tolist()}, expected at most {self.max_rows} of 1 to {MAX_STEPS}.")
         self._rows, self._num_logprobs, self._step = n, np.full(n, -1, np.int32), 0
-        drawn, penalized = _kinds(rows)
-        self._chain_kinds = drawn, penalized or bool(rows.presence.any() or rows.frequency.any())
+        kinds = _kinds(rows)
+        self._chain_kinds = replace(kinds, penalized=kinds.penalized or bool(rows.presence.any() or rows.frequency.any()))
         self._chain = self._upload(rows, n, limits)
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
@@ -165,8 +184,10 @@ class Sampler:
         return Sampled(tokens, margins, accepted, logprobs)
 
 
-def _kinds(rows: SamplingRows) -> tuple[bool, bool]:
-    return bool((np.asarray(rows.temperature) > 0).any()), len(rows.penalty_ids) > 0
+def _kinds(rows: SamplingRows) -> Kinds:
+    drawn = np.asarray(rows.temperature) > 0
+    top_k, top_p = np.asarray(rows.top_k) > 0, (np.asarray(rows.top_p) > 0) & (np.asarray(rows.top_p) < 1)
+    return Kinds(bool(drawn.any()), len(rows.penalty_ids) > 0, bool((drawn & (top_k | top_p)).any()), bool((drawn & top_p).any()))
 
 
 def _with_places(rows: SamplingRows, steps: int) -> dict[str, tuple[np.ndarray, type]]:

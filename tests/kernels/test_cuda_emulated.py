@@ -87,10 +87,10 @@ def sampling_rows(n: int, **changes) -> SamplingRows:
     {"presence": np.full(6, 2, np.float32), "frequency": np.full(6, 0.5, np.float32), "penalty_starts": np.arange(7, dtype=np.int32) * 2,
      "penalty_ids": np.arange(12, dtype=np.int32), "penalty_counts": np.ones(12, np.int32)},
 ], ids=["greedy", "plain", "top_k", "top_p", "min_p", "both, logprobs", "penalties"])
-def test_sampling_equals_numpy(device, changes):
+def test_sampling_equals_numpy(device, changes, vocab=200):
     backend = CudaBackend(device)
     random = np.random.default_rng(11)
-    logits = (4 * random.standard_normal((6, 200))).astype(np.float32)
+    logits = (4 * random.standard_normal((6, vocab))).astype(np.float32)
     logits[0, 10] = logits[0, 20] = logits[0].max() + 1
     backend.batch = SimpleNamespace(num_seqs=1)
     open_state(backend, 256)
@@ -106,6 +106,17 @@ def test_sampling_equals_numpy(device, changes):
         if mine is not None:
             np.testing.assert_allclose([mine[0], *mine[2]], [theirs[0], *theirs[2]], rtol=1e-5, atol=1e-5)
             assert mine[1].tolist() == theirs[1].tolist()
+
+
+@pytest.mark.parametrize("changes", [
+    {"temperature": np.full(6, 30, np.float32), "top_p": np.full(6, 0.99, np.float32)},
+    {"top_k": np.array([0, 5, 0, 64, 65, 1], np.int32), "top_p": np.array([1, 1, 0.5, 0.9, 0.9, 0.9], np.float32),
+     "temperature": np.array([0, 1, 1, 1, 1, 1], np.float32), "min_p": np.array([0, 0, 0, 0.01, 0, 0], np.float32)},
+], ids=["more than the list", "mixed"])
+def test_cuts_of_a_larger_vocabulary_equal_numpy(monkeypatch, device, changes):
+    """More ids than a list holds; what a bound leaves out is never kept."""
+    monkeypatch.setattr(cuda_checks, "NANO", cuda_checks.replace(cuda_checks.NANO, vocab_size=6000))
+    test_sampling_equals_numpy(device, changes, 6000)
 
 
 def test_checksums_are_those_of_the_memory_and_see_a_changed_bit(device):

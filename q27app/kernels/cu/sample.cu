@@ -2,14 +2,14 @@
 // Reference: reference_sample.sample       Used by: Backend.sample
 // Shapes:    logits [n, vocab] f32 -> tokens [n] int32, margins [n] f32
 // Layout:    rows contiguous
-// Launch:    sample_adjust, sample_scan grid (CHUNKS, n), block (256); sample_pick grid (n), block (256);
-//            sample_draw, sample_logprobs grid (n), block (1024)
+// Launch:    sample_adjust, sample_scan, sample_mass, sample_gather, sample_noise grid (CHUNKS, n), block (256); sample_penalize
+//            grid (n), block (256); sample_pick, sample_take grid (n), block (CHUNKS); sample_floor, sample_logprobs grid (n), block (1024)
 // Defines:   none     Limits: at most 32 logprobs a row
 // Numbers:   comparisons on order-preserving integers, masses in 40-bit fixed point: no sum depends on an order. Ties go to
 //            the lowest id, -0 equals +0. Bound: memory (one row is one megabyte of the second-level cache).
 #include "common.cuh"
 
-constexpr int THREADS = 256, CHUNKS = 32, DRAW_THREADS = 1024;
+constexpr int THREADS = 256, CHUNKS = 64, DRAW_THREADS = 1024, LIST = 4096;
 
 struct Sample {
   const float* logits;          // [n, vocab] raw
@@ -33,6 +33,10 @@ struct Sample {
   float* margins;               // [n]
   float* logprobs;              // [n, 1 + 32]: of the drawn id, then of the best
   int* logprob_ids;             // [n, 32]
+  unsigned long long* part_mass;// [n, CHUNKS] masses of rows that top-p alone cuts
+  float* list;                  // [n, LIST] values at or above a bound of the cut
+  int* list_sizes;              // [n]
+  uint32_t* floors;             // [n] lowest key that is kept
   int n, vocab, mask_words;
 };
 
@@ -115,19 +119,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
   p.part_top[2 * at] = top, p.part_top[2 * at + 1] = second;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sample_pick(const __grid_constant__ Sample p) {
+extern "C" __global__ void __launch_bounds__(CHUNKS) sample_pick(const __grid_constant__ Sample p) {
+  __shared__ unsigned long long best_of[CHUNKS / 32];
+  __shared__ float top_of[CHUNKS / 32][2];
+  const int row = blockIdx.x, at = row * CHUNKS + threadIdx.x;
+  unsigned long long best = warp_best(p.part_best[at]);
+  float top = p.part_top[2 * at], second = p.part_top[2 * at + 1];
+  for (int distance = 16; distance > 0; distance >>= 1) {
+    const float other = __shfl_xor_sync(ALL_LANES, top, distance), other_second = __shfl_xor_sync(ALL_LANES, second, distance);
+    second = fmaxf(fminf(top, other), fmaxf(second, other_second));
+    top = fmaxf(top, other);
+  }
+  if (threadIdx.x % 32 == 0) best_of[threadIdx.x / 32] = best, top_of[threadIdx.x / 32][0] = top, top_of[threadIdx.x / 32][1] = second;
+  __syncthreads();
   if (threadIdx.x != 0) return;
-  const int row = blockIdx.x;
-  unsigned long long best = 0;
-  float top = -INFINITY, second = -INFINITY;
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    const int at = row * CHUNKS + chunk;
-    best = larger(best, p.part_best[at]);
-    second = fmaxf(fminf(top, p.part_top[2 * at]), fmaxf(second, p.part_top[2 * at + 1]));
-    top = fmaxf(top, p.part_top[2 * at]);
+  for (int w = 1; w < CHUNKS / 32; ++w) {
+    best = larger(best, best_of[w]);
+    second = fmaxf(fminf(top, top_of[w][0]), fmaxf(second, top_of[w][1]));
+    top = fmaxf(top, top_of[w][0]);
   }
   p.tokens[row] = candidate_id(best);
   p.margins[row] = top > -INFINITY && p.vocab > 1 ? top - second : 0.0f;
+  p.list_sizes[row] = 0;
 }
 
 __device__ __forceinline__ void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
@@ -195,29 +208,101 @@ __device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, f
   return prefix > floor ? prefix : floor;
 }
 
-extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_draw(const __grid_constant__ Sample p) {
+__device__ __forceinline__ bool cuts_k(const Sample& p, int row) { return p.top_k[row] > 0 && p.top_k[row] < p.vocab; }
+__device__ __forceinline__ bool cuts_p(const Sample& p, int row) { return p.top_p[row] > 0.0f && p.top_p[row] < 1.0f; }
+__device__ __forceinline__ float top_value(const Sample& p, int row) { return p.work[(long long)row * p.vocab + p.tokens[row]]; }
+
+// A bound of the cut is known: the k-th of the chunks' best for top-k, the masses for top-p alone.
+__device__ __forceinline__ bool is_bounded(const Sample& p, int row) {
+  return p.temperature[row] > 0.0f && (cuts_k(p, row) ? p.top_k[row] <= CHUNKS : cuts_p(p, row));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sample_mass(const __grid_constant__ Sample p) {
+  __shared__ unsigned long long parts[THREADS / 32];
+  const int row = blockIdx.y;
+  if (!is_bounded(p, row) || cuts_k(p, row)) return;
+  const float* work = p.work + (long long)row * p.vocab;
+  const float top = top_value(p, row);
+  unsigned long long mass = 0;
+  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) mass += mass_of(work[id], top, false);
+  mass = warp_total(mass);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mass;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < THREADS / 32; ++w) mass += parts[w];
+  p.part_mass[row * CHUNKS + blockIdx.x] = mass;
+}
+
+__device__ __forceinline__ unsigned long long mass_of_all(const Sample& p, int row) {
+  unsigned long long mass = 0;
+  for (int chunk = 0; chunk < CHUNKS; ++chunk) mass += p.part_mass[row * CHUNKS + chunk];
+  return mass;
+}
+
+// The values that the cut may keep, in any order. Ids below the bound of top-p weigh less than 1 - top_p all together.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_gather(const __grid_constant__ Sample p) {
+  __shared__ uint32_t bound;
+  const int row = blockIdx.y;
+  if (!is_bounded(p, row)) return;
+  const float* work = p.work + (long long)row * p.vocab;
+  if (cuts_k(p, row)) {
+    const unsigned long long* best = p.part_best + row * CHUNKS;
+    if (threadIdx.x < CHUNKS) {
+      int rank = 0;
+      for (int other = 0; other < CHUNKS; ++other)
+        rank += best[other] > best[threadIdx.x] || (best[other] == best[threadIdx.x] && other < (int)threadIdx.x);
+      if (rank == p.top_k[row] - 1) bound = (uint32_t)(best[threadIdx.x] >> 32);
+    }
+  } else if (threadIdx.x == 0) {
+    const float share = (1.0f - p.top_p[row]) * (float)mass_of_all(p, row) / ((float)p.vocab * 1099511627776.0f);
+    bound = share > 0.0f ? order(top_value(p, row) + logf(share) - 0.01f) : 0u;
+  }
+  __syncthreads();
+  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) {
+    const float value = work[id];
+    if (order(value) < bound || !(value > -INFINITY)) continue;
+    const int at = atomicAdd(&p.list_sizes[row], 1);
+    if (at < LIST) p.list[(long long)row * LIST + at] = value;
+  }
+}
+
+// The lowest key that top-k, top-p and min-p keep, from the gathered values where they are all there, else from all.
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_floor(const __grid_constant__ Sample p) {
   __shared__ DrawShared s;
+  __shared__ float list[LIST];
   const int row = blockIdx.x;
   if (!(p.temperature[row] > 0.0f)) return;
-  const float* work = p.work + (long long)row * p.vocab;
-  unsigned long long best = 0;
-  for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS) best = larger(best, candidate(work[id], id));
-  best = block_reduce(s, best, false);
-  const float top = work[candidate_id(best)];
+  const bool few = is_bounded(p, row) && p.list_sizes[row] <= LIST;
+  const float* values = few ? list : p.work + (long long)row * p.vocab;
+  const int count = few ? p.list_sizes[row] : p.vocab;
+  const float top = top_value(p, row);
+  if (few) for (int i = threadIdx.x; i < count; i += DRAW_THREADS) list[i] = p.list[(long long)row * LIST + i];
+  __syncthreads();
   uint32_t floor = order(-INFINITY) + 1;
-  if (p.top_k[row] > 0 && p.top_k[row] < p.vocab) floor = threshold_key(s, work, p.vocab, top, floor, p.top_k[row], true);
-  if (p.top_p[row] > 0.0f && p.top_p[row] < 1.0f) {
+  if (cuts_k(p, row)) floor = threshold_key(s, values, count, top, floor, p.top_k[row], true);
+  if (cuts_p(p, row)) {
     unsigned long long mass = 0;
-    for (int id = threadIdx.x; id < p.vocab; id += DRAW_THREADS)
-      if (order(work[id]) >= floor) mass += mass_of(work[id], top, false);
-    mass = block_reduce(s, mass, true);
+    if (cuts_k(p, row)) {
+      for (int i = threadIdx.x; i < count; i += DRAW_THREADS)
+        if (order(values[i]) >= floor) mass += mass_of(values[i], top, false);
+      mass = block_reduce(s, mass, true);
+    } else mass = mass_of_all(p, row);
     const double wanted = ceil((double)p.top_p[row] * (double)mass);
-    floor = threshold_key(s, work, p.vocab, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
+    floor = threshold_key(s, values, count, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
   }
   if (p.min_p[row] > 0.0f && p.min_p[row] <= 1.0f) floor = max(floor, order(top + logf(p.min_p[row])));
-  best = 0;
-  const uint32_t key0 = (uint32_t)p.seeds[row], key1 = (uint32_t)(p.seeds[row] >> 32);
-  for (int group = threadIdx.x; group * 4 < p.vocab; group += DRAW_THREADS) {
+  if (threadIdx.x == 0) p.floors[row] = floor;
+}
+
+// The highest value plus noise of each chunk's kept ids; four ids share a block of random words.
+extern "C" __global__ void __launch_bounds__(THREADS) sample_noise(const __grid_constant__ Sample p) {
+  __shared__ unsigned long long parts[THREADS / 32];
+  const int row = blockIdx.y;
+  if (!(p.temperature[row] > 0.0f)) return;
+  const float* work = p.work + (long long)row * p.vocab;
+  const uint32_t floor = p.floors[row], key0 = (uint32_t)p.seeds[row], key1 = (uint32_t)(p.seeds[row] >> 32);
+  unsigned long long best = 0;
+  for (int group = blockIdx.x * THREADS + threadIdx.x; group * 4 < p.vocab; group += CHUNKS * THREADS) {
     bool any = false;
     for (int i = 0; i < 4; ++i) any |= group * 4 + i < p.vocab && order(work[group * 4 + i]) >= floor;
     if (!any) continue;
@@ -228,8 +313,25 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_draw(const __g
       if (id < p.vocab && order(work[id]) >= floor) best = larger(best, candidate(__fadd_rn(work[id], gumbel(noise[i])), id));
     }
   }
-  best = block_reduce(s, best, false);
-  if (threadIdx.x == 0 && best != 0) p.tokens[row] = candidate_id(best);
+  best = warp_best(best);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = best;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < THREADS / 32; ++w) best = larger(best, parts[w]);
+  p.part_best[row * CHUNKS + blockIdx.x] = best;
+}
+
+extern "C" __global__ void __launch_bounds__(CHUNKS) sample_take(const __grid_constant__ Sample p) {
+  __shared__ unsigned long long parts[CHUNKS / 32];
+  const int row = blockIdx.x;
+  if (!(p.temperature[row] > 0.0f)) return;
+  const unsigned long long best = warp_best(p.part_best[row * CHUNKS + threadIdx.x]);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = best;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  unsigned long long out = 0;
+  for (int w = 0; w < CHUNKS / 32; ++w) out = larger(out, parts[w]);
+  if (out != 0) p.tokens[row] = candidate_id(out);
 }
 
 // log softmax of the raw logits: the drawn id, then the best ids in order.
