@@ -28,7 +28,8 @@ def keys(label: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 async def measure(endpoint: Endpoint, journal: Journal, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """One row for each number of streams. Every stream has a prompt of its own that no cache holds."""
+    """One row for each number of streams. Every stream has a prompt of its own that no cache holds. Where all of them fail
+    nothing was measured: raises the first error."""
     size = await endpoint.num_chars(settings["prompt"])
     for count in settings["streams"]:
         key = f"{endpoint.label}|{count}"
@@ -40,18 +41,21 @@ async def measure(endpoint: Endpoint, journal: Journal, settings: Mapping[str, A
         started = time.perf_counter()
         found = await asyncio.gather(*(_tried(endpoint, body) for body in bodies))
         seconds = time.perf_counter() - started
+        failed = [item for item in found if isinstance(item, Q27Error)]
+        if len(failed) == count:
+            raise failed[0]
         row = journal.add(key, streams=count, **_figures(found, seconds), **drafts_between(before, await endpoint.counters()))
         say(f"{key}: {row['aggregate_per_s']} tok/s together")
 
 
-async def _tried(endpoint: Endpoint, body: dict[str, Any]) -> Exchange | str:
+async def _tried(endpoint: Endpoint, body: dict[str, Any]) -> Exchange | Q27Error:
     try:
         return await ask(endpoint.client, body)
     except Q27Error as error:
-        return error.message
+        return error
 
 
-def _figures(found: list[Exchange | str], seconds: float) -> dict[str, Any]:
+def _figures(found: list[Exchange | Q27Error], seconds: float) -> dict[str, Any]:
     good = [item for item in found if isinstance(item, Exchange)]
     rates = [item.decode_per_s for item in good if item.decode_per_s]
     firsts = [item.first_s for item in good if item.first_s is not None]
@@ -65,7 +69,7 @@ def _figures(found: list[Exchange | str], seconds: float) -> dict[str, Any]:
         "gap_max_ms": _ms(max(gaps, default=None)), "errors": len(found) - len(good), "num_prompt": mean([
             item.num_prompt for item in good if item.num_prompt is not None]),
         "reuse_percent": mean([100 * item.num_cached / item.num_prompt for item in known]),
-        "first_error": next((item[:300] for item in found if isinstance(item, str)), ""),
+        "first_error": next((item.message[:300] for item in found if isinstance(item, Q27Error)), ""),
     }
 
 

@@ -81,6 +81,16 @@ def test_two_servers_share_a_table(capfd):
     assert [row["errors"] for row in report["rows"]] == [0] * 4
 
 
+def test_streams_that_all_fail_are_no_measurement(capfd, tmp_path):
+    out = ["--out", str(tmp_path / "j"), "--streams", "1,2", "--tokens", "4"]
+    with OpenAIDouble(fail_after=3) as server:
+        assert run(["bench", "concurrency", "--url", f"it={server.url}", *out, "--json"]) == 1
+    assert [row["streams"] for row in json.loads(capfd.readouterr().out)["rows"]] == [1]
+    with OpenAIDouble(fail_after=3 + 1) as server:
+        report = bench(capfd, "concurrency", "--url", f"it={server.url}", *out)
+    assert [(row["streams"], row["errors"]) for row in report["rows"]] == [(1, 0), (2, 0)]
+
+
 def test_turns_send_back_what_was_said(capfd):
     with OpenAIDouble() as server:
         report = bench(capfd, "turns", "--url", server.url, "--turns", "3", "--pause", "0", "--scale", "0.1", "--tokens", "3")
