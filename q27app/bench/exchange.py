@@ -15,6 +15,10 @@ from q27app.client import pieces
 if TYPE_CHECKING:
     from q27app.client import Client
 
+SAME_MOMENT_S = 0.0005
+"""Pieces closer than this were sent together."""
+MOST_A_MOMENT = 16
+"""Tokens of one step at most: one and its drafts."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -44,8 +48,12 @@ class Exchange:
     @property
     def decode_per_s(self) -> float | None:
         """Tokens a second between the first piece and the end of the stream, which may be later than the last piece: a call
-        that was begun and not finished is generated and never shown. None with fewer than two tokens."""
+        that was begun and not finished is generated and never shown. None with fewer than two tokens, or where they came at
+        so few moments that the first piece does not tell when the first token was there (a call that is shown when whole)."""
         if self.num_tokens < 2 or not self.arrivals or self.total_s <= self.arrivals[0]:
+            return None
+        moments = 1 + sum(gap > SAME_MOMENT_S for gap in self.gaps)
+        if self.num_tokens > MOST_A_MOMENT * moments:
             return None
         return (self.num_tokens - 1) / (self.total_s - self.arrivals[0])
 

@@ -1,13 +1,15 @@
 """A server under agent turns for minutes or hours: does it fail, fall silent, grow or slow down?
 
 `streams` agents talk at once; each begins anew, with another seed, after TURNS_EACH turns. Answers, errors and memory are
-rows. The verdict compares the last quarter of the time with the first, after a warm-up of one tenth:
+rows. The verdict:
 
     clean            nothing below
     errors           a request failed
-    silent-empty     an answer ended well and held nothing
-    grows            memory of the card grew by more than 1%, or of the process by more than 5% and 64 MiB
-    slows            decode speed fell by more than 10%, where both quarters have MIN_ANSWERS
+    silent-empty     an answer ended by itself and held nothing (one that its limit ended may be half a call)
+    grows            in the last third of the time memory of the card grew by more than 1%, or of the process by more than
+                     5% and 64 MiB; before that caches may fill
+    slows            tokens a second of whole answers fell by more than 10% from the first quarter of the time, a warm-up of a
+                     tenth left out, to the last, where both have MIN_ANSWERS
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ SAMPLE_S = 5.0
 MIN_ANSWERS = 5
 MAX_ERRORS_IN_A_ROW = 5
 FIRST, LAST = (0.1, 0.325), (0.775, 1.0)
+LATE, END = (0.6, 0.7), (0.9, 1.0)
+"""Shares of the time whose means are compared: speed, and memory."""
 CARD_GROWTH, PROCESS_GROWTH, PROCESS_BYTES, SLOWDOWN = 0.01, 0.05, 64 << 20, 0.10
 COLUMNS = (
     Column("server", "server"), Column("tier", "tier"), Column("kv", "KV"), Column("minutes", "minutes", 1), Column("answers", "answers", 0),
-    Column("errors", "errors", 0), Column("empty", "silent-empty", 0), Column("decode_first", "tok/s, first quarter", 1),
-    Column("decode_last", "last quarter", 1), Column("retention_percent", "retention %", 1), Column("reuse_percent", "reuse %", 1),
+    Column("errors", "errors", 0), Column("empty", "silent-empty", 0), Column("first_per_s", "tok/s an answer, first quarter", 1),
+    Column("last_per_s", "last quarter", 1), Column("retention_percent", "retention %", 1), Column("reuse_percent", "reuse %", 1),
     Column("accepted_a_step", "accepted/step", 2), Column("process_growth_mb", "process growth, MB", 1),
-    Column("card_growth_mb", "card growth, MB", 1), Column("verdict", "verdict"),
+    Column("process_late_mb", "in the last third", 1), Column("card_growth_mb", "card growth, MB", 1),
+    Column("card_late_mb", "in the last third", 1), Column("verdict", "verdict"),
 )
 
 
@@ -111,7 +116,7 @@ class _Run:
         for turn in range(TURNS_EACH):
             if self.is_over():
                 return
-            body = self._endpoint.body(messages, self._settings["tokens"], True, tools=list(TOOLS), **GREEDY)
+            body = self._endpoint.body(messages, self._settings["tokens"], False, tools=list(TOOLS), **GREEDY)
             try:
                 exchange = await ask(self._endpoint.client, body)
             except Q27Error as error:
@@ -119,7 +124,8 @@ class _Run:
                 return
             self._in_a_row = 0
             self.answers += 1
-            self._add(kind="answer", **exchange.figures(), is_empty=exchange.is_empty)
+            self._add(kind="answer", **exchange.figures(), is_empty=exchange.is_empty and exchange.finish != "length",
+                      answer_per_s=round(exchange.num_tokens / exchange.total_s, 4))
             messages = messages + next_messages(seed, turn, said_by(exchange), scale)
 
     def _fail(self, error: Q27Error) -> None:
@@ -136,9 +142,8 @@ def make_report(journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> Rep
         if any(row.get("kind") for row in found):
             rows.append({"server": label, "tier": known.get("tier"), "kv": known.get("kv"), "model": known.get("model"), **summary(found)})
     return Report("soak", journal.stamp, COLUMNS, rows, {"settings": journal.settings}, [
-        f"Growth and retention: last quarter of the time against the first, the first tenth left out. Verdict words: clean, errors, "
-        f"silent-empty, grows (card over {CARD_GROWTH:.0%}, process over {PROCESS_GROWTH:.0%} and {PROCESS_BYTES >> 20} MiB), "
-        f"slows (over {SLOWDOWN:.0%})."])
+        f"Verdict words: clean, errors, silent-empty, grows (in the last third of the time: card over {CARD_GROWTH:.0%}, process over "
+        f"{PROCESS_GROWTH:.0%} and {PROCESS_BYTES >> 20} MiB), slows (over {SLOWDOWN:.0%} from the first quarter to the last)."])
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,32 +151,35 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     end = max(row["elapsed"] for row in rows)
     answers = [row for row in rows if row.get("kind") == "answer"]
     errors, empty = sum(row.get("kind") == "error" for row in rows), sum(row["is_empty"] for row in answers)
-    first, last = (_mean_between(answers, "decode_per_s", *span, end, MIN_ANSWERS) for span in (FIRST, LAST))
+    first, last = (_mean_between(answers, "answer_per_s", span, end, MIN_ANSWERS) for span in (FIRST, LAST))
     memory = [row for row in rows if row.get("kind") == "memory"]
-    growth = {name: _growth(memory, f"{name}_bytes", end) for name in ("process", "card")}
+    late = {name: _pair(memory, f"{name}_bytes", LATE, END, end) for name in ("process", "card")}
+    growth = {f"{name}_growth_mb": _pair(memory, f"{name}_bytes", FIRST, END, end) for name in ("process", "card")}
+    growth |= {f"{name}_late_mb": pair for name, pair in late.items()}
     retention = last / first if first and last else None
     words = [word for word, is_so in (
-        ("errors", errors > 0), ("silent-empty", empty > 0), ("grows", _grows(growth)),
+        ("errors", errors > 0), ("silent-empty", empty > 0), ("grows", _grows(late)),
         ("slows", retention is not None and retention < 1 - SLOWDOWN)) if is_so]
     known = [row for row in answers if row["num_cached"] is not None and row["num_prompt"]]
     counters = [row["counters"] for row in memory if row.get("counters")]
     return {
-        "minutes": end / 60, "answers": len(answers), "errors": errors, "empty": empty, "decode_first": first, "decode_last": last,
+        "minutes": end / 60, "answers": len(answers), "errors": errors, "empty": empty, "first_per_s": first, "last_per_s": last,
         "retention_percent": None if retention is None else 100 * retention,
         "reuse_percent": 100 * sum(row["num_cached"] for row in known) / sum(row["num_prompt"] for row in known) if known else None,
         **drafts_between(counters[0] if counters else None, counters[-1] if counters else None),
-        **{f"{name}_growth_mb": None if pair is None else (pair[1] - pair[0]) / 1e6 for name, pair in growth.items()},
+        **{name: None if pair is None else (pair[1] - pair[0]) / 1e6 for name, pair in growth.items()},
         "verdict": ", ".join(words) or "clean",
     }
 
 
-def _mean_between(rows: list[dict[str, Any]], name: str, low: float, high: float, end: float, least: int = 1) -> float | None:
-    values = [row[name] for row in rows if row.get(name) and low * end <= row["elapsed"] <= high * end]
+def _mean_between(rows: list[dict[str, Any]], name: str, span: tuple[float, float], end: float, least: int = 1) -> float | None:
+    values = [row[name] for row in rows if row.get(name) and span[0] * end <= row["elapsed"] <= span[1] * end]
     return mean(values) if len(values) >= least else None
 
 
-def _growth(rows: list[dict[str, Any]], name: str, end: float) -> tuple[float, float] | None:
-    first, last = (_mean_between(rows, name, *span, end) for span in (FIRST, LAST))
+def _pair(rows: list[dict[str, Any]], name: str, before: tuple[float, float], after: tuple[float, float],
+          end: float) -> tuple[float, float] | None:
+    first, last = _mean_between(rows, name, before, end), _mean_between(rows, name, after, end)
     return None if first is None or last is None else (first, last)
 
 
