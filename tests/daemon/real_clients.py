@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 VERSIONS = {"@anthropic-ai/claude-code": "2.1.197", "@openai/codex": "0.171.0"}
-PROGRAMS = {"@anthropic-ai/claude-code": "claude", "@openai/codex": "codex"}
+PROGRAMS = {"@anthropic-ai/claude-code": "claude", "@openai/codex": "codex", "opencode-ai": "opencode"}
 INSTALL_LIMIT_S = 240
 RUN_LIMIT_S = 280
 
