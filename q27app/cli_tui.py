@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -79,6 +80,7 @@ def _run_screens(url: str, key: str, config: Config | None, is_ascii: bool, use_
     if variable("SSH_CONNECTION"):
         set_process_variable("TEXTUAL_FPS", "10")
         set_process_variable("TEXTUAL_SMOOTH_SCROLL", "0")
+    gc.disable()  # until the first frame: looking for garbage among what is being imported takes a tenth of the time
     from q27app.tui.app import Q27App
 
     is_ascii = is_ascii or "utf" not in (sys.stdout.encoding or "").lower()

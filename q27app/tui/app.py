@@ -7,6 +7,7 @@ Owner of the client, the poller and the history. Screens read `snapshot`, `recen
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import time
@@ -117,6 +118,9 @@ class Q27App(App[None]):
         self.call_after_refresh(self._connect)
 
     def _connect(self) -> None:
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
         self.run_worker(self._serve(), name="daemon", exit_on_error=True)
 
     async def _serve(self) -> None:
