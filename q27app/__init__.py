@@ -22,6 +22,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_models        pull, import, show, rm
       cli_service       service
       cli_setup         plan
+      cli_wizard        setup
       cli_progress      progress on standard error
       __main__          python -m q27app
     tui               ROOM 7. the terminal

@@ -4,35 +4,76 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from q27app.errors import Q27Error
 
+if TYPE_CHECKING:
+    from q27app.setup.models import Source
+
+STALL_S = 30.0
+
 
 @click.command()
 @click.argument("what", metavar="TIER|REPO[:FILE]")
 @click.option("--generation", type=click.Choice(["3.6", "3.8"]), default="3.6", show_default=True, help="Of a tier.")
-@click.option("--stall", "stall_s", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, help="Seconds of silence that end an attempt.")
+@click.option("--stall", "stall_s", type=click.FloatRange(0.1, 3600), default=STALL_S, show_default=True, help="Seconds of silence that end an attempt.")
 def pull(what: str, generation: str, stall_s: float) -> None:
     """Download a model from the Hugging Face hub.
 
     Goes on where it stopped; HF_ENDPOINT names another hub.
     """
-    from q27app.cli_progress import Progress
     from q27app.config import load_config
-    from q27app.setup.models import find_source, pull as fetch
+    from q27app.setup.models import find_source
 
-    source = find_source(what, generation, load_config().model.repos)
-    progress = Progress("fetched")
-    try:
-        paths = fetch(source, progress, stall_s)
-    finally:
-        progress.close()
+    paths = _fetch(find_source(what, generation, load_config().model.repos), stall_s)
     for path in paths:
         click.echo(path)
     if paths[0].suffix != ".q27":
         click.echo(f"Convert it: q27app import {paths[0] if len(paths) == 1 else paths[0].parent}", err=True)
+
+
+def _fetch(source: Source, stall_s: float) -> list[Path]:
+    from q27app.cli_progress import Progress
+    from q27app.setup.models import pull as fetch
+
+    progress = Progress("fetched")
+    try:
+        return fetch(source, progress, stall_s)
+    finally:
+        progress.close()
+
+
+def fetch_into_folder(what: str, tier: str) -> Path:
+    """Download OWNER/REPO[:FILE] and convert it to `tier` if it is no .q27; the .q27 in the models folder. Raises Q27Error."""
+    from q27app.setup.models import find_source
+
+    paths = _fetch(find_source(what, "3.6"), STALL_S)
+    if paths[0].suffix == ".q27":
+        return paths[0]
+    return import_into_folder(paths[0] if len(paths) == 1 else paths[0].parent, tier)
+
+
+def import_into_folder(path: Path, tier: str, how: str = "link") -> Path:
+    """Bring a .q27 into the models folder, or convert a GGUF or a safetensors folder to `tier`. how: copy, link, move.
+    Raises Q27Error."""
+    from q27app.cli_progress import Progress
+    from q27app.paths import ensured
+    from q27app.setup.models import place, plan_import
+    from q27app.weights.convert import convert
+
+    found = plan_import(path)
+    if found.kind == "q27":
+        return place(found, how)
+    ensured(found.target.parent)
+    progress = Progress("converted")
+    try:
+        convert(str(path), str(found.target), tier, None, progress)
+    finally:
+        progress.close()
+    return found.target
 
 
 @click.command("import")
@@ -44,26 +85,14 @@ def pull(what: str, generation: str, stall_s: float) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 def import_model(path: Path, how: str, tier: str, dry_run: bool) -> None:
     """Take a .q27, GGUF or safetensors folder into the models folder."""
-    from q27app.cli_progress import Progress
-    from q27app.paths import ensured
-    from q27app.setup.models import place, plan_import
-    from q27app.weights.convert import convert
+    from q27app.setup.models import plan_import
 
     found = plan_import(path)
     deed = how if found.kind == "q27" else f"convert to {tier}"
     if dry_run:
         click.echo(f"{found.kind}: would {deed}: {found.target}")
         return
-    if found.kind == "q27":
-        place(found, how)
-    else:
-        ensured(found.target.parent)
-        progress = Progress("converted")
-        try:
-            convert(str(path), str(found.target), tier, None, progress)
-        finally:
-            progress.close()
-    click.echo(found.target)
+    click.echo(import_into_folder(path, tier, how))
 
 
 @click.command()

@@ -92,6 +92,8 @@ class ServerSection:
     """Folder that keeps every request's body and figures, for the search of mistakes; "" = none is kept. Holds prompts."""
     capture_mb: int = setting(256, low=1, high=1_048_576)
     """Largest size of that folder, MiB; the oldest requests make room."""
+    load_wait_s: float = setting(180.0, low=0, high=3600)
+    """Longest time that a request waits for a model that is being loaded; after it, and with 0 at once, 503."""
     drain_timeout_s: float = setting(25.0, low=0, high=3600)
     """Seconds that running answers get to finish after SIGTERM."""
 
@@ -108,6 +110,8 @@ class ModelSection:
     """How a conversation becomes a prompt. auto: the checkpoint's own template where it has one, else json."""
     backend: str = setting("auto", choices=("auto", "cuda", "numpy"))
     """Where to compute. auto: CUDA if an NVIDIA device exists, else NumPy; a device that cannot be used is an error."""
+    gpu: str = setting("auto")
+    """Which card: UUID, PCI address, index, or part of its name. auto: the one with the most memory."""
     context: int | str = setting("auto", low=64, high=1_048_576, words=("auto",))
     """Window of a conversation, tokens. auto: the model's own, as far as memory reaches."""
     slots: int | str = setting("auto", low=1, high=64, words=("auto",))
@@ -123,6 +127,8 @@ class ModelSection:
     """Most drafts in one pass; how many of them are worth their price is measured as it goes."""
     fast_head: bool = setting(False)
     """In a tier with two heads let the smaller one decide: quicker, and another text now and then. Drafts always use it."""
+    idle_unload: float = setting(0.0, low=0, high=604_800)
+    """Seconds without a request after which the memory is given back; the next request loads the model again. 0 = never."""
     repos: tuple[str, ...] = setting(())
     """Where q27app pull finds a tier: entries "3.6/q4s=owner/repo:file.q27"."""
 

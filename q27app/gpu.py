@@ -103,6 +103,12 @@ def read_card_use(index: int) -> CardUse:
     return _with_nvml(lambda nvml: _read_use(nvml, index), CardUse())
 
 
+def process_bytes(pid: int) -> int | None:
+    """Memory of all cards that a process holds, or None where the driver does not tell (containers, WSL)."""
+    sizes = [size for card in read_gpus() for user, _, size in read_card_use(card.index).users if user == pid]
+    return sum(sizes) or None
+
+
 def read_host() -> HostInfo:
     """CPU load since the last call, and memory."""
     import os

@@ -1,7 +1,7 @@
 """Getting models into the models folder and out of it: pull, import, show, rm.
 
-A tier's name stands for a repository and a file. Where the .q27 files of the tiers are published is not known for sure:
-`REPOS` holds what is assumed, `model.repos` in config.toml (entries "GENERATION/TIER=REPO:FILE") overrides it.
+Where the tiers' .q27 files are published is not known to this version: a tier's name means what `model.repos` in config.toml
+says (entries "GENERATION/TIER=OWNER/REPO:FILE"), and without an entry is refused before anything is asked of a hub.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from q27app.paths import ensured, installed_models, models_dir
 from q27app.setup.download import STALL_S, Progress, Remote, download
 from q27app.weights.tiers import GENERATIONS, QUANTISED_TIERS
 
-REPOS = {(generation, tier): (f"q27app/Qwen{generation}-27B-q27", f"qwen{generation}-27b-{tier}.q27")
-         for generation in GENERATIONS for tier in QUANTISED_TIERS}
 WEIGHT_FILES = (".q27", ".gguf")
 SIDE_FILES = (".safetensors", ".json", ".txt", ".jinja", ".md")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files to fetch. is_assumed: the repository is a guess of the table."""
+    """Files to fetch. file: None for all of a checkpoint's."""
 
     repo: str
     file: str | None
-    is_assumed: bool = False
 
 
-def find_source(text: str, generation: str, repos: Iterable[str] = ()) -> Source:
-    """What TIER or REPO[:FILE] means. Raises UsageError."""
+def known_sources(repos: Iterable[str]) -> dict[tuple[str, str], str]:
+    """(generation, tier) -> "OWNER/REPO:FILE", of the entries of model.repos. Raises UsageError."""
     table = {}
     for entry in repos:
         match = re.fullmatch(r"(?:(3\.[68])/)?([a-z0-9]+)=([^:\s]+/[^:\s]+):([^:\s]+)", entry)
         if match is None:
             raise UsageError(f"model.repos has {entry[:80]!r}.", 'Expected entries such as "3.6/q4s=owner/repo:file.q27".')
         for known in [match[1]] if match[1] else GENERATIONS:
-            table[known, match[2]] = (match[3], match[4])
+            table[known, match[2]] = f"{match[3]}:{match[4]}"
+    return table
+
+
+def find_source(text: str, generation: str, repos: Iterable[str] = ()) -> Source:
+    """What TIER or REPO[:FILE] means. Raises UsageError."""
     if text in QUANTISED_TIERS:
-        if (generation, text) in table:
-            return Source(*table[generation, text])
-        return Source(*REPOS[generation, text], is_assumed=True)
+        source = known_sources(repos).get((generation, text))
+        if source is None:
+            raise UsageError(
+                f"this version knows no repository where tier {text} of Qwen{generation}-27B is published.",
+                f'Name one: q27app pull OWNER/REPO:FILE, or in config.toml under [model]: repos = ["{generation}/{text}=owner/repo:file.q27"]. '
+                "Or make the tier yourself: q27app convert FOLDER my.q27 --tier " + text + ".")
+        return Source(*source.split(":", 1))
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w./-]+))?", text)
     if match is None or ".." in text:
         raise UsageError(f"{text[:80]!r} is neither a tier nor a repository.",
@@ -67,12 +73,6 @@ def pull(source: Source, progress: Progress | None = None, stall_s: float = STAL
         sizes = {name: ask().size for name, ask in asks.items()}
     except OSError as error:
         raise Unreachable(f"{source.repo}: {error}.", "Try again later.") from error
-    except Q27Error as error:
-        if source.is_assumed:
-            raise type(error)(f"{error.message} The repository {source.repo} is what this version assumes for the tier, not known "
-                              "for sure.", 'Name the right one: model.repos = ["3.6/q4s=owner/repo:file.q27"] in config.toml, or '
-                              "q27app pull OWNER/REPO:FILE.") from error
-        raise
     total, done, paths = sum(sizes.values()), 0, []
     for name in names:
         target = folder / Path(name).name

@@ -24,21 +24,26 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_text(plan: Plan) -> str:
     """Choices with reasons, the memory, alternatives, warnings."""
-    machine, memory = plan.machine, plan.memory
+    machine = plan.machine
     number = ".".join(map(str, machine.capability))
     lines = [f"{machine.name}, compute capability {number}, {machine.free / 1e9:.2f} GB free", ""]
     width = max(len(choice.value) for choice in plan.choices)
     lines += [f"  {choice.what:<10} {choice.value:<{width}}  {choice.reason}" for choice in plan.choices]
-    rows = [("weights", memory.weights), ("KV cache", memory.num_blocks * memory.block_bytes),
-            ("state", memory.num_slots * memory.slot_bytes), ("scratch", memory.scratch), ("runtime", RUNTIME_BYTES),
-            ("reserve", plan.reserve), ("left", machine.free - plan.peak - plan.reserve)]
-    lines += ["", *(f"  {name:<10} {size / 1e9:8.2f} GB" for name, size in rows)]
+    lines += ["", *(f"  {name:<10} {size / 1e9:8.2f} GB" for name, size in budget_rows(plan))]
     if plan.alternatives:
         lines += ["", "Also fits:"]
         lines += [f"  {entry.tier:<8} {entry.kv:<8} {entry.context:>7} tokens x {entry.slots}  {entry.costs}"
                   for entry in plan.alternatives]
     lines += ["", *(f"Note: {text}" for text in plan.warnings)] if plan.warnings else []
     return "\n".join(lines)
+
+
+def budget_rows(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """(what, bytes) of the card's free memory; the last row is what is left."""
+    memory = plan.memory
+    return (("weights", memory.weights), ("KV cache", memory.num_blocks * memory.block_bytes),
+            ("state", memory.num_slots * memory.slot_bytes), ("scratch", memory.scratch), ("runtime", RUNTIME_BYTES),
+            ("reserve", plan.reserve), ("left", plan.machine.free - plan.peak - plan.reserve))
 
 
 def table_line(plan: Plan) -> str:

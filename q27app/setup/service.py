@@ -75,6 +75,15 @@ def run(*command: str, check: bool = True) -> str:
     return done.stdout
 
 
+def manager_answers() -> bool:
+    """Whether this login has a systemd that runs services for it."""
+    try:
+        run("systemctl", "--user", "show-environment")
+    except Q27Error:
+        return False
+    return True
+
+
 def install(start: bool = True) -> Path:
     """Write the unit, tell systemd, enable it, and start it if asked."""
     path = unit_path()

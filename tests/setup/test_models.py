@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from q27app import cli
 from q27app.cli_models import import_model, rm, show
-from q27app.errors import FileFormatError, NotFound, Q27Error, Unreachable, UsageError
+from q27app.errors import FileFormatError, NotFound, Unreachable, UsageError
 from q27app.paths import demo_model, models_dir
 from q27app.setup import download as downloading, models
 from q27app.setup.download import Remote, download
@@ -116,10 +117,15 @@ def test_a_repository_is_searched_for_its_model(hub):
         pull(Source("o/r", None), **QUICK)
 
 
-def test_an_assumed_repository_is_said_to_be_one(hub):
-    with pytest.raises(Q27Error, match="not known for sure") as caught:
-        pull(find_source("q4s", "3.6"), **QUICK)
-    assert "model.repos" in caught.value.hint
+def test_a_tier_without_a_known_repository_is_refused_before_a_hub_is_asked(monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert cli.run(["pull", "q4s"]) == 2
+    text = capsys.readouterr().err
+    assert "knows no repository where tier q4s of Qwen3.6-27B is published" in text
+    assert '["3.6/q4s=owner/repo:file.q27"]' in text and "q27app convert" in text
+
+
+def test_a_file_that_the_hub_lacks_is_named(hub):
     with pytest.raises(NotFound):
         pull(Source("o/r", "absent.q27"), **QUICK)
 
@@ -149,7 +155,6 @@ def test_a_killed_pull_is_resumed_and_a_second_one_is_refused(hub):
 
 
 def test_names_of_sources():
-    assert find_source("q4s", "3.6").is_assumed
     assert find_source("q4s", "3.8", ["3.8/q4s=a/b:c.q27"]) == Source("a/b", "c.q27")
     assert find_source("a/b", "3.6") == Source("a/b", None)
     for bad in ("nothing", "a/../b", "a/b:../../x"):
