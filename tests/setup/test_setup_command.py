@@ -177,7 +177,7 @@ def test_flags_answer_everything_without_a_terminal(cards):
     assert cards("--yes", "--gpu", "GPU-1111", "--model", "Qwen3.5-9B", "--tier", "q6", "--kv", "fp8", "--ctx", "65536", "--slots", "2",
                  "--later", "--idle", "0", "--access", "open", "--no-clients") == 0
     written = tomllib.loads(config_path().read_text())
-    assert written["model"] == {"gpu": "GPU-11111111", "kv": "fp8", "context": 65536, "slots": 2}
+    assert written["model"] == {"gpu": "GPU-11111111", "kv": "fp8", "context": 65536, "slots": 2, "embed": "device"}
     assert stat.S_IMODE(config_path().stat().st_mode) == 0o600
     assert cards("--yes", "--gpu", "GPU-1111", "--model", "Qwen3.5-9B", "--tier", "q6", "--later", "--ctx", "32768") == 0
     written = tomllib.loads(config_path().read_text())["model"]
@@ -185,7 +185,7 @@ def test_flags_answer_everything_without_a_terminal(cards):
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ((), "--yes"), (("--yes", "--later", "--download", "a/b:c"), "together"), (("--yes", "--ctx", "10000000", "--model", "Qwen3.6-27B"), "does not fit"),
+    ((), "--yes"), (("--yes", "--later", "--download", "a/b:c"), "together"), (("--yes", "--ctx", "10000000", "--model", "Qwen3.6-27B"), "cannot be chosen"),
     (("--yes", "--gpu", "Voodoo"), "card: "), (("--yes", "--access", "everybody"), "access: "), (("--yes", "--import", "/no/such", "--model", "Qwen3.6-27B"), "/no/such")])
 def test_flags_that_cannot_be_write_nothing(cards, capsys, flags, needle):
     flags = flags if "--import" in flags or not flags or "--later" in flags else (*flags, "--later")

@@ -49,7 +49,7 @@ def test_defaults_alone_lead_to_a_plan_that_fits():
     wizard = walk(begin(FACTS), fetch="later")
     made = outcome(wizard)
     plan = plan_for(wizard)
-    assert made.settings == {"model.gpu": ADA.uuid, "model.kv": plan.kv, "model.context": plan.context, "model.slots": plan.slots}
+    assert made.settings == {"model.gpu": ADA.uuid, **plan.settings()}
     assert plan.peak + plan.reserve <= ADA.free and made.service == "" and not made.makes_key and made.shows_clients
 
 
@@ -76,9 +76,8 @@ def test_the_budget_follows_the_answers():
 
 def test_numbers_are_taken_beside_the_options_and_bounded():
     wizard = walk(begin(FACTS), stop="context")
-    largest = int(question(wizard).options[0].value)
     assert answered(wizard, "50,000").answers["context"] == "50000"
-    for bad in (str(largest + 4096), "0", "-5", "1e5", "9" * 30, "x", ""):
+    for bad in ("9999999", "0", "-5", "1e5", "9" * 30, "x", ""):
         with pytest.raises(UsageError, match="^context: "):
             answered(wizard, bad)
     assert wizard.step == "context"
@@ -175,7 +174,7 @@ def test_running_it_again_offers_what_is_set_up():
     assert wizard.answers["card"] == SMALL.uuid and wizard.answers["context"] == "40000"
     assert wizard.answers["idle"] == "900" and wizard.answers["access"] == "lan" and wizard.answers["service"] == "yes"
     made = outcome(wizard)
-    assert set(made.settings) <= {"model.slots"} and not made.makes_key
+    assert set(made.settings) <= {"model.slots", "model.embed"} and not made.makes_key
 
 
 def test_a_shared_card_is_given_back_by_default():
