@@ -1,7 +1,7 @@
 """States that survive the process: a folder of entry files with a byte budget, written behind by a thread of its own.
 
-The engine thread asks (`candidates`, `read`, `wants`, `write`); the writer thread writes, one entry at a time, and evicts
-the least recently used ones, whoever wrote them. Several processes may share a folder: a file that vanishes is a miss, one
+The engine thread asks (`candidates`, `begin_read`, `wants`, `write`); a reader thread reads what was asked for, the writer
+thread writes, one entry at a time, and evicts the least recently used ones, whoever wrote them. Several processes may share a folder: a file that vanishes is a miss, one
 that appears is found when the folder has changed. A folder that cannot be used switches the cache off with one log line.
 """
 
@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -51,6 +52,7 @@ class DiskCache:
         self.num_written = self.num_read = self.num_failed = 0
         self._is_off = not self._open()
         self._thread = threading.Thread(target=self._write_behind, name="q27app-disk-cache", daemon=True)
+        self._reader = ThreadPoolExecutor(1, "q27app-disk-reader")
         if not self._is_off:
             self._thread.start()
 
@@ -108,9 +110,12 @@ class DiskCache:
             if least <= entry.num_tokens < len(prompt) and np.array_equal(entry.tokens, prompt[:entry.num_tokens]):
                 yield entry
 
-    def read(self, entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
+    def begin_read(self, entry: DiskEntry) -> Future:
+        """Read an entry while the engine goes on; `end_read` takes the future's result."""
+        return self._reader.submit(read_payload, entry)
+
+    def end_read(self, entry: DiskEntry, data: tuple[np.ndarray, np.ndarray] | None) -> tuple[np.ndarray, np.ndarray] | None:
         """(uint8 [slot_bytes], uint8 [n / 64, block_bytes]); None for an entry that is gone or damaged, which is deleted."""
-        data = read_payload(entry)
         if data is None:
             self.num_failed += 1
             self._entries.pop(entry.path.name, None)
@@ -149,6 +154,7 @@ class DiskCache:
 
     def close(self) -> None:
         """Finish what is queued, end the thread."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
         if not self._is_off and self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(60)

@@ -22,6 +22,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +36,8 @@ SUFFIX = ".q27snap"
 TEMP_PREFIX = ".writing-"
 CHUNK = 16 << 20
 MAX_TOKENS = 1 << 22
+READERS = min(8, os.cpu_count() or 1)
+"""Threads that read and check a payload; both happen outside the interpreter's lock."""
 KINDS = ("turn", "system")
 _HEAD = struct.Struct("<8s32sIIQQQ")
 
@@ -150,21 +153,23 @@ def read_payload(entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
             again = _read_head(entry.path, file, entry.fingerprint)
             if again is None or again.digests != entry.digests or not np.array_equal(again.tokens, entry.tokens):
                 return None
-            file.seek(entry.payload_offset)
-            for index, start in enumerate(range(0, len(data), CHUNK)):
-                chunk = view[start:start + CHUNK]
-                if not _fill(file, chunk) or _digest(chunk) != entry.digests[index]:
+            def is_right(index: int) -> bool:
+                chunk = view[index * CHUNK:(index + 1) * CHUNK]
+                return _fill(file.fileno(), entry.payload_offset + index * CHUNK, chunk) and _digest(chunk) == entry.digests[index]
+
+            with ThreadPoolExecutor(READERS) as readers:
+                if not all(readers.map(is_right, range(len(entry.digests)))):
                     return None
     except OSError:
         return None
     return data[:entry.slot_bytes], data[entry.slot_bytes:].reshape(num_blocks, entry.block_bytes)
 
 
-def _fill(file: BinaryIO, view: memoryview) -> bool:
-    """Read exactly this much; False at an early end."""
+def _fill(descriptor: int, offset: int, view: memoryview) -> bool:
+    """Read exactly this much from a place of the file; False at an early end."""
     done = 0
     while done < len(view):
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        count = os.preadv(descriptor, [view[done:]], offset + done)
         if not count:
             return False
         done += count

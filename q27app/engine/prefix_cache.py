@@ -36,6 +36,10 @@ class PrefixCache(Protocol):
         """The longest reusable prefix, compared token by token. It stays valid until the next call of any method."""
         ...
 
+    def prepares(self, request: Request, wait_s: float) -> bool:
+        """A state for this request is on its way into memory: `match` it later. Waits at most wait_s seconds for that."""
+        ...
+
     def stops(self, request: Request) -> Seq[int]:
         """Multiples of 64 at which a prefill chunk shall end, because a snapshot is wanted there."""
         ...

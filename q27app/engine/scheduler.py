@@ -33,6 +33,10 @@ from q27app.errors import OutOfMemory, Q27Error
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Phase
 
 
+READ_WAIT_S = 0.02
+"""How long a step waits for the disk when there is nothing else to do."""
+
+
 @dataclass(eq=False)
 class Part:
     """One sequence's rows of a pass: `tokens` at positions start, start + 1, ...; the last num_drafts are drafts.
@@ -113,6 +117,8 @@ class Scheduler:
         """Give slots and blocks to those who wait, in order; the caller prepares each one's slot as it comes."""
         while self.waiting:
             sequence = self.waiting[0]
+            if self._prepares(sequence):
+                return
             match = self._match(sequence)
             if not self._take(sequence, match):
                 if self.prefilling or self.running:
@@ -124,6 +130,13 @@ class Scheduler:
             self.prefilling.append(sequence)
             self._emit(sequence, TokenEvent(sequence.request.id, prefilled=sequence.num_cached))
             yield sequence, match
+
+    def _prepares(self, sequence: Sequence) -> bool:
+        """Its state is being read from disk. Those behind wait too: order is kept; who runs goes on meanwhile."""
+        request = sequence.request
+        if self.prefix_cache is None or not request.cache or request.prompt_logits:
+            return False
+        return self.prefix_cache.prepares(request, 0.0 if self.prefilling or self.running else READ_WAIT_S)
 
     def _match(self, sequence: Sequence) -> Match | None:
         request = sequence.request

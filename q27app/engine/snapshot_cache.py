@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence as Seq
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,19 @@ from q27app.kernels.batch import BLOCK_POSITIONS
 RING_STEP = 4096
 MAX_RECENT = 32
 MAX_LAST_WRITES = 2
+EXPORTED_BLOCKS = 32
+"""Blocks that a spare step copies to the host, so that a request that comes waits for no more."""
 WANTED_BY_DISK = ("system", "settled")
+
+
+@dataclass
+class Export:
+    """A state on its way to the disk: blocks uint8 [n / 64, block_bytes], the first `done` of them copied."""
+
+    snapshot: Snapshot
+    kind: str
+    blocks: np.ndarray
+    done: int = 0
 
 
 class SnapshotCache:
@@ -50,6 +64,8 @@ class SnapshotCache:
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_RECENT)
         self._asked: tuple[Request, np.ndarray, Reuse] | None = None
         self._disk_tried: Request | None = None
+        self._reading: tuple[Request, DiskEntry, Future] | None = None
+        self._export: Export | None = None
         self._reuse: dict[str, Reuse] = {}
         self._to_disk: deque[Snapshot] = deque(maxlen=8)
         self._hits: Counter[str] = Counter()
@@ -61,14 +77,36 @@ class SnapshotCache:
     def match(self, request: Request) -> Match | None:
         prompt = self._prompt_of(request)
         found = self.store.deepest(prompt, len(prompt))
-        if self._disk is not None and self._disk_tried is not request:
-            self._disk_tried = request
-            found = self._from_disk(prompt, found) or found
         self._asked = (request, prompt, self._explained(request, prompt, found))
         if found is None:
             return None
         self.store.touch(found)
         return Match(found.num_tokens, found.blocks, lambda slot: self.store.restore(found, slot))
+
+    def prepares(self, request: Request, wait_s: float) -> bool:
+        """A longer state than those in memory is looked for on disk once a request, the longest whole one there."""
+        if self._disk is None or self._disk_tried is request:
+            return False
+        prompt = self._prompt_of(request)
+        if self._reading is not None and self._reading[0] is request:
+            _, entry, future = self._reading
+            wait([future], wait_s)
+            if not future.done():
+                return True
+            self._reading = None
+            data = self._disk.end_read(entry, future.result())
+            if data is not None:
+                self._adopt(entry, data, self.store.deepest(prompt, len(prompt)))
+                self._disk_tried = request
+                return False
+        found = self.store.deepest(prompt, len(prompt))
+        least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
+        entry = next(self._disk.candidates(prompt, least), None)
+        if entry is None:
+            self._disk_tried = request
+            return False
+        self._reading = (request, entry, self._disk.begin_read(entry))
+        return True
 
     def _prompt_of(self, request: Request) -> np.ndarray:
         """int32 [n]; a request that waits is asked for again before each pass."""
@@ -179,56 +217,57 @@ class SnapshotCache:
 
     # disk
 
-    def _from_disk(self, prompt: np.ndarray, found: Snapshot | None) -> Snapshot | None:
-        """A longer state than the one in memory, read into memory; None if there is none or no room for it."""
-        assert self._disk is not None
-        least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
-        for entry in self._disk.candidates(prompt, least):
-            kept = self._read(entry, found)
-            if kept is not None:
-                return kept
-        return None
-
-    def _read(self, entry: DiskEntry, found: Snapshot | None) -> Snapshot | None:
-        assert self._disk is not None
+    def _adopt(self, entry: DiskEntry, data: tuple[np.ndarray, np.ndarray], found: Snapshot | None) -> None:
+        """Keep what was read, if there is room for it. found: the longest state in memory, whose blocks are its beginning."""
+        if found is not None and found.num_tokens >= entry.num_tokens:
+            return
         shared = np.zeros(0, np.int32) if found is None else found.blocks
         missing = entry.num_tokens // BLOCK_POSITIONS - len(shared)
         self._blocks.share(shared)
         self.store.reclaim(missing)
         own = self._blocks.allocate(missing)
-        data = None if own is None else self._disk.read(entry)
-        if own is None or data is None:
+        if own is None:
             self._blocks.release(shared)
-            if own is not None:
-                self._blocks.release(own)
-            return None
+            return
         slot_data, block_data = data
         self._state.import_blocks(own.tolist(), block_data[len(shared):])
         blocks = np.concatenate([shared, own])
-        kept = self.store.adopt(entry.tokens, blocks, slot_data, "disk")
-        if kept is None:
+        if self.store.adopt(entry.tokens, blocks, slot_data, "disk") is None:
             self._blocks.release(blocks)
-        return kept
 
     @property
     def has_spare_work(self) -> bool:
-        return bool(self._to_disk) and self._disk is not None and self._disk.is_free
+        return self._disk is not None and (self._export is not None or bool(self._to_disk) and self._disk.is_free)
 
     def spare_step(self) -> None:
-        """Hand one state to the disk's writer. The engine calls it when nobody waits."""
-        snapshot = self._to_disk.popleft()
-        if self._disk is None or self.store.at(snapshot.tokens) is not snapshot:
+        """Copy a piece of a state for the disk's writer, and hand it over when it is whole. Called when nobody waits."""
+        if self._disk is None:
             return
+        if self._export is None:
+            self._export = self._begin_export(self._to_disk.popleft())
+            return
+        export, snapshot = self._export, self._export.snapshot
+        if self.store.at(snapshot.tokens) is not snapshot:
+            self._export = None
+            return
+        stop = min(export.done + EXPORTED_BLOCKS, len(snapshot.blocks))
+        export.blocks[export.done:stop] = self._state.export_blocks(snapshot.blocks[export.done:stop].tolist())
+        export.done = stop
+        if stop == len(snapshot.blocks):
+            self._disk.write(snapshot.tokens, export.kind, self.store.export(snapshot), export.blocks)
+            self._export = None
+
+    def _begin_export(self, snapshot: Snapshot) -> Export | None:
         kind = "system" if snapshot.kind == "system" else "turn"
-        if self._disk.wants(snapshot.tokens, kind):
-            blocks = self._state.export_blocks(snapshot.blocks.tolist())
-            self._disk.write(snapshot.tokens, kind, self.store.export(snapshot), blocks)
+        if self._disk is None or self.store.at(snapshot.tokens) is not snapshot or not self._disk.wants(snapshot.tokens, kind):
+            return None
+        return Export(snapshot, kind, np.empty((len(snapshot.blocks), self._state.block_bytes), np.uint8))
 
     def close(self) -> None:
         """Write the latest of what waits for the disk, forget the rest."""
         while len(self._to_disk) > MAX_LAST_WRITES:
             self._to_disk.popleft()
-        while self._to_disk and self._disk is not None:
+        while (self._to_disk or self._export) and self._disk is not None:
             self.spare_step()
         if self._disk is not None:
             self._disk.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from q27app.engine import disk_cache, snapshot_cache
 from q27app.engine.disk_cache import DiskCache
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import Q27Error
@@ -164,6 +166,41 @@ def test_what_memory_holds_of_a_state_is_not_read_from_disk_again(tmp_path):
     (held,) = [snapshot for snapshot in second.loaded.prefix_cache.store if snapshot.num_tokens == 128]
     (read,) = [snapshot for snapshot in second.loaded.prefix_cache.store if snapshot.kind == "disk"]
     assert np.array_equal(held.blocks, read.blocks[:2])
+
+
+def test_streams_go_on_while_a_state_is_read_from_disk(tmp_path, monkeypatch):
+    base, gate = prompt_of(300), threading.Event()
+    first = desk_of(folder=tmp_path)
+    ask(first, base)
+    first.stepper.settle(base, 0)
+    settle_all(first)
+    first.loaded.prefix_cache.close()
+    read = disk_cache.read_payload
+    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (gate.wait(20), read(entry))[1])
+    desk = desk_of(folder=tmp_path)
+    stream = desk.ask(prompt_of(10, 3), 200)
+    desk.stepper.step()
+    waits = desk.ask(base, 5)
+    for _ in range(40):
+        desk.stepper.step()
+    assert len(stream.tokens) >= 39 and not waits.events
+    gate.set()
+    desk.run()
+    assert waits.tokens == expected_text(base, 5) and waits.last.stats.num_cached == 256
+
+
+def test_a_state_goes_to_the_disk_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_cache, "EXPORTED_BLOCKS", 1)
+    desk = desk_of(folder=tmp_path)
+    ask(desk, prompt_of(300))
+    desk.stepper.settle(prompt_of(300), 0)
+    sizes, export = [], desk.state.export_blocks
+    monkeypatch.setattr(desk.state, "export_blocks", lambda blocks: (sizes.append(len(blocks)), export(blocks))[1])
+    settle_all(desk)
+    assert sizes == [1] * 4
+    desk.loaded.prefix_cache.close()
+    again = desk_of(folder=tmp_path)
+    assert ask(again, prompt_of(300)) == 256
 
 
 @pytest.mark.parametrize("device,states,blocks", [(0, 50, None), (2, 1, None), (1, 3, 12)])

@@ -226,6 +226,9 @@ class ToyCache:
     def __init__(self, loaded):
         self.loaded, self.kept, self.is_failing = loaded, {}, False
 
+    def prepares(self, request, wait_s):
+        return False
+
     def match(self, request):
         fitting = [tokens for tokens in self.kept if tokens == request.prompt[:len(tokens)] and len(tokens) < len(request.prompt)]
         if not fitting:

@@ -326,7 +326,7 @@ def laws() -> None:
 
     allowed, prompt = (5, 6, 9, 700), (3, 1, 4, 1, 5)
     with tempfile.TemporaryDirectory() as temporary:
-        table = Table(synthesize(Path(temporary) / "dense.q27", "nano", "dense", "q4s"), kv_format="exact", context=256, slots=16,
+        table = Table(synthesize(Path(temporary) / "dense.q27", "nano", "dense", "q4s"), kv_format="exact", context=256, slots=4,
                       cache=False)
     known: dict = {}
 
