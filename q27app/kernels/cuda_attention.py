@@ -21,14 +21,19 @@ MERGE_DIMS = 128
 def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int) -> int:
     """Dynamic shared memory of attend_decode_N (DecodeShared in attend_decode.cu). form: the KVFormat; group: query heads of a
     key head."""
-    groups = 2 if item_rows == 16 else 1
-    columns = groups * 8 * -(-item_rows // groups * group // 8)
+    share = item_warps(item_rows) // 4
+    columns = 8 * share * -(-item_rows * group // (8 * share))
     tile = BLOCK_POSITIONS * (form.key_row_bytes(1, head_dim) + form.value_row_bytes(1, head_dim))
     stages = 1 if form.key.storage == np.float16 else 2
     copies = head_dim // 128 if form.is_turned else 1
     pairs = 4 << 2 * form.key.low_bits + 2 if form.key.low_bits else 0
     return (stages * tile + columns * (head_dim + 16) * 2 + copies * columns * (BLOCK_POSITIONS + 16) * 2 + 4 * columns * 4
-            + columns * 4 + pairs + 16)
+            + 2 * columns * 4 + pairs + 16)
+
+
+def item_warps(item_rows: int) -> int:
+    """Warps of a block of attend_decode_N (warps_of)."""
+    return 4 if item_rows <= 4 else item_rows
 
 
 class Attention:
@@ -105,7 +110,7 @@ class Attention:
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
             shared = decode_shared_bytes(form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, item_rows)
             blocks = card.num_sms * max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
-            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), 256 if item_rows == 16 else 128, shared, args)
+            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), 32 * item_warps(item_rows), shared, args)
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)

@@ -1,4 +1,4 @@
-"""KV formats over long contexts on a card: `python -m tests.gpu.long_context [dense] [depths] [window]`.
+"""KV formats over long contexts on a card: `python -m tests.gpu.long_context [dense] [depths] [window=LENGTH]`.
 
 dense: four layers of the 27B's full width, logits by format against NumPy, near position 0 and at 32,000. depths: the whole 27B
 from random codes, decode at depth and prefill, by format; the cache is filled through the codec's writer. window: the
@@ -159,22 +159,23 @@ def window_of(length: int, expected: int, **options) -> str:
         engine.close()
 
 
-def window() -> None:
+def window(length: int) -> None:
     from q27app.config import played_card
 
     arch, cap = played_card()
     line("plays", f"{arch}, {(cap or 0) / 2**30:.1f} GiB")
     if arch:
-        attempt("auto format", lambda: window_of(120_000, 262_144, slots=1))
+        attempt("auto format", lambda: window_of(length, 262_144, slots=1))
         attempt("turbo3, two slots", lambda: window_of(4_000, 196_608, kv_format="turbo3", slots=2))
     else:
-        attempt("fp8", lambda: window_of(20_000, 262_144, kv_format="fp8", slots=1))
+        attempt("fp8", lambda: window_of(length, 262_144, kv_format="fp8", slots=1))
 
 
 def main(names: list[str]) -> int:
-    device = open_device() if "window" not in names else None
+    device = open_device() if not any(name.startswith("window") for name in names) else None
     for name in names or ["dense", "depths"]:
-        attempt(name, lambda name=name: (window() if name == "window" else {"dense": dense, "depths": depths}[name](device)) or "done")
+        attempt(name, lambda name=name: (window(int(name.partition("=")[2] or 120_000)) if name.startswith("window")
+                                         else {"dense": dense, "depths": depths}[name](device)) or "done")
     line("failed", ", ".join(failures) or "nothing")
     return 1 if failures else 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,14 +20,14 @@ from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDe
 from tests.kernels.made import make_batch
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
 CONFIG = replace(cuda_checks.NANO, num_heads=12, num_kv_heads=2)
 
 
-@pytest.mark.parametrize("name", ["turbo5k", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp16", "fp8", "turbo3v", "turbo3"))])
-@pytest.mark.parametrize("card", [CARD, pytest.param(SMALL_CARD, marks=pytest.mark.long)], ids=["wide", "99 KiB"])
+@pytest.mark.long
+@pytest.mark.parametrize("name, card", [("turbo5k", CARD), ("turbo5k", SMALL_CARD), ("fp16", CARD), ("fp8", CARD), ("turbo3v", CARD),
+                                        ("turbo3", CARD)], ids=lambda value: value if isinstance(value, str) else value.name)
 def test_attention_of_a_format(name, card):
-    if name == "fp8" and card is SMALL_CARD:
-        pytest.skip("a card of 8.6 has no fp8")
     device = EmulatedDevice(card)
     bench = attend_checks.AttendBench(device, CONFIG, name, 6, 2, 80)
     assert attend_checks.check_codes(bench, 70, 1) == 280
@@ -33,6 +35,30 @@ def test_attention_of_a_format(name, card):
     for position, counts, phase in ((0, (5, 1), "decode"), (186, (12, 1, 8, 3), "decode"), (61, (70,), "prefill")):
         assert attend_checks.check_attend(bench, position, counts, phase) < 5e-4
     device.check_guards()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["turbo5k"])
+def test_rows_where_cuts_change_their_size(name):
+    """8 rows about position 2,048: the last cuts of 64 keys and the first of 256, tiles that no earlier row sees."""
+    device = EmulatedDevice()
+    bench = attend_checks.AttendBench(device, cuda_checks.NANO, name, 34, 1, 1024)
+    attend_checks.fill(bench, 2112)
+    assert attend_checks.check_attend(bench, 2044, (8, 1, 4)) < 5e-4
+    device.check_guards()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("position", [262_143, 655_359])
+def test_angles_are_right_at_every_depth(position):
+    device = EmulatedDevice()
+    bench = attend_checks.AttendBench(device, CONFIG, "fp16", 2, 1, 16)
+    bench.backend.begin(bench.batch("decode", position, 1), bench.state)
+    found = device.download(bench.backend.scratch.rope, 4 * CONFIG.rotary_dim).view(np.float32).reshape(-1, 2)
+    for d, (cosine, sine) in enumerate(found):
+        angle = Fraction(position) * Fraction(CONFIG.rope_theta ** (-2 * d / CONFIG.rotary_dim))
+        turned = float(angle - int(angle / TWO_PI) * TWO_PI)   # reduced in exact arithmetic
+        assert cosine == pytest.approx(math.cos(turned), abs=1e-7) and sine == pytest.approx(math.sin(turned), abs=1e-7)
 
 
 def test_a_head_of_another_size_is_refused_on_a_card():
@@ -54,6 +80,7 @@ def test_eight_rows_share_one_read_on_the_smallest_card(name):
     assert needed <= SMALL_CARD.shared_bytes
 
 
+@pytest.mark.long
 def test_an_embedding_in_host_memory_gives_the_same_rows():
     device, rows = EmulatedDevice(), []
     for in_host in (False, True):

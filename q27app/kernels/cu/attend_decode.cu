@@ -2,25 +2,25 @@
 // Reference: reference.attend      Used by: layers.run_layer, after attend_rows
 // Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
-// Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (128; _16: 256), shared
+// Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (32 * warps_of(rows)), shared
 //            DecodeShared::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
-// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, KEY_UNROLL, VALUE_UNROLL
 // Limits:    at most 1, 4, 8 (16) rows of a sequence an item
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
 //            adds each eighth cut, then the eight sums in order. Bound: memory.
 //
 // An item is (sequence, group of rows, key head, cut): all query heads of the key head and all rows, the columns, share one
-// read of the keys. Four warps: each multiplies 16 keys of a tile with all columns, then all weights with a quarter of the
-// values' dimensions. Keys stand as rows of the products, so that a key or value is expanded by one thread, in registers. For
-// 16 rows two such groups of warps share a tile, each with half of the columns.
+// read of the keys. A warp multiplies 16 keys of a tile with its share of the columns, then all weights with its share of the
+// values' dimensions: quarters or eighths; where there are more warps than these, they share the columns. Keys and dimensions
+// stand as rows of the products, so that a key or value is expanded in registers.
 #include "kv_format.cuh"
 #include "mma.cuh"
 
-constexpr int KEYS = 64, WARPS = 4, STAGES = KEY_CODE == CODE_HALF ? 1 : 2;
-constexpr int K_STEPS = HEAD_DIM / 16, DIM_TILES = HEAD_DIM / 64;   // steps of a score; tiles of 16 dimensions a warp
+constexpr int KEYS = 64, KEY_WARPS = KEYS / 16, STAGES = KEY_CODE == CODE_HALF ? 1 : 2;
+constexpr int K_STEPS = HEAD_DIM / 16;   // of a score
 constexpr int RUN = KEY_CODE == CODE_HALF ? 8 : KEY_CODE == CODE_FP8 ? 16 : 32;   // consecutive numbers of a key that a thread reads
-constexpr int RUN_STEPS = RUN / 4;
+constexpr int RUN_STEPS = RUN / 4, RUNS_AT_ONCE = TURNED_KEYS ? 2 : KEY_UNROLL, VALUES_AT_ONCE = VALUE_UNROLL;
 constexpr int Q_STRIDE = HEAD_DIM + 16, P_STRIDE = KEYS + 16, P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
 constexpr int PAIRS = TURNED_KEYS ? level_pairs(low_bits(KEY_CODE)) : 0;
 static_assert(KEYS == BLOCK_POSITIONS && CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0 && CUT_3 % KEYS == 0, "cuts hold whole tiles");
@@ -62,8 +62,8 @@ template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, i
 
 template <int COLUMNS> struct DecodeShared {
   static constexpr int TILES = 0, TILE = K_HEAD + V_HEAD, Q = STAGES * TILE, P = Q + COLUMNS * Q_STRIDE * 2;
-  static constexpr int LARGEST = P + P_COPIES * COLUMNS * P_STRIDE * 2, FACTOR = LARGEST + WARPS * COLUMNS * 4;
-  static constexpr int PAIR = FACTOR + COLUMNS * 4, NEXT = PAIR + PAIRS * 4, BYTES = NEXT + 16;
+  static constexpr int LARGEST = P + P_COPIES * COLUMNS * P_STRIDE * 2, FACTOR = LARGEST + KEY_WARPS * COLUMNS * 4;
+  static constexpr int CHANGE = FACTOR + COLUMNS * 4, PAIR = CHANGE + COLUMNS * 4, NEXT = PAIR + PAIRS * 4, BYTES = NEXT + 16;
 };
 
 // Where 16 bytes of a plain row lie in a tile: places are exchanged so that the threads of a warp meet different banks.
@@ -80,6 +80,7 @@ __device__ __forceinline__ int value_chunk(int key, int chunk) {
 // are turned: what they weigh is decided by their score.
 template <int THREADS, int ROW, bool TURNED, class Chunk>
 __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned char* target, int first, int end, Chunk place) {
+#pragma unroll 2
   for (int i = threadIdx.x; i < KEYS * ROW / 16; i += THREADS) {
     if (TURNED) {
       if (i * 16 < end * ROW) copy_async_16(target + i * 16, source + i * 16);
@@ -139,74 +140,89 @@ struct KeyRun {
   }
 };
 
-// Values of 16 keys from `key` on and a warp's dimensions as the tensor core takes them: thread (g, c) has keys 4 c .. 4 c + 3
-// and dimensions 2 DIM_TILES g .. of the warp's; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
-__device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int warp, uint32_t (&a)[DIM_TILES][4]) {
+// Values of 16 keys from `key` on and one of SLICES shares of the dimensions as the tensor core takes them: thread (g, c) has
+// keys 4 c .. 4 c + 3 and dimensions 2 DT g .. of the slice; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
+template <int SLICES, int DT> __device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int slice, uint32_t (&a)[DT][4]) {
   const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
   key += 4 * c;
-  if constexpr (TURNED_VALUES) {
-    uint32_t index[4];
+  if constexpr (TURNED_VALUES && DT == 4) {
+    uint32_t index[4], first[8], second[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const unsigned char* block = tile + (key + i) * V_ROW + (warp >> 1) * turned_bytes(2);
-      index[i] = spread_indices(*reinterpret_cast<const uint16_t*>(block + 2 + (warp & 1) * 16 + 2 * g), block[34 + (warp & 1) * 8 + g]);
+      const unsigned char* block = tile + (key + i) * V_ROW + (slice >> 1) * turned_bytes(2);
+      index[i] = spread_indices(*reinterpret_cast<const uint16_t*>(block + 2 + (slice & 1) * 16 + 2 * g), block[34 + (slice & 1) * 8 + g]);
     }
-    uint32_t first[8], second[8];
     pair_rows(index[0], index[1], first);
     pair_rows(index[2], index[3], second);
 #pragma unroll
-    for (int t = 0; t < DIM_TILES; ++t) a[t][0] = first[2 * t], a[t][1] = first[2 * t + 1], a[t][2] = second[2 * t], a[t][3] = second[2 * t + 1];
+    for (int t = 0; t < DT; ++t) a[t][0] = first[2 * t], a[t][1] = first[2 * t + 1], a[t][2] = second[2 * t], a[t][3] = second[2 * t + 1];
+  } else if constexpr (TURNED_VALUES) {
+    static_assert(DT == 2, "four dimensions of a thread");
+    const unsigned char* block = tile + key * V_ROW + (slice >> 2) * turned_bytes(2);
+    const int low_at = 2 + (slice & 3) * 8 + g, high_at = 34 + (slice & 3) * 4 + (g >> 1), shift = 4 * (g & 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned char* row = block + 2 * i * V_ROW;
+      const uint32_t low = row[low_at] | (uint32_t)row[V_ROW + low_at] << 8;
+      const uint32_t high = (row[high_at] >> shift & 15) | (uint32_t)(row[V_ROW + high_at] >> shift & 15) << 4;
+      uint32_t pair[4];
+      pair_halves(spread_indices(low, high), pair);
+      a[0][2 * i] = pair[0], a[0][2 * i + 1] = pair[1], a[1][2 * i] = pair[2], a[1][2 * i + 1] = pair[3];
+    }
   } else {
-    uint32_t value[4][DIM_TILES];
-    constexpr int BYTES = V_ROW / 32;   // of a thread in a row
+    uint32_t value[4][DT];
+    constexpr int BYTES = V_ROW / SLICES / 8;   // of a thread in a row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int offset = warp * (V_ROW / WARPS) + g * BYTES;
+      const int offset = slice * (V_ROW / SLICES) + g * BYTES;
       const unsigned char* at = tile + (key + i) * V_ROW + value_chunk(key + i, offset / 16) * 16 + offset % 16;
-      if constexpr (VALUE_CODE == CODE_HALF && DIM_TILES == 4) {
+      uint32_t word[BYTES >= 4 ? BYTES / 4 : 1];
+      if constexpr (BYTES == 16) {
         const uint4 raw = *reinterpret_cast<const uint4*>(at);
-        value[i][0] = raw.x, value[i][1] = raw.y, value[i][2] = raw.z, value[i][3] = raw.w;
-      } else if constexpr (VALUE_CODE == CODE_FP8 && DIM_TILES == 4) {
+        word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+      } else if constexpr (BYTES == 8) {
         const uint2 raw = *reinterpret_cast<const uint2*>(at);
-        value[i][0] = half2_from_e4m3x2(raw.x & 0xffff), value[i][1] = half2_from_e4m3x2(raw.x >> 16);
-        value[i][2] = half2_from_e4m3x2(raw.y & 0xffff), value[i][3] = half2_from_e4m3x2(raw.y >> 16);
+        word[0] = raw.x, word[1] = raw.y;
       } else {
-#pragma unroll
-        for (int t = 0; t < DIM_TILES; ++t)
-          value[i][t] = VALUE_CODE == CODE_HALF ? *reinterpret_cast<const uint32_t*>(at + 4 * t)
-                                                : half2_from_e4m3x2(*reinterpret_cast<const uint16_t*>(at + 2 * t));
+        word[0] = BYTES == 4 ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
       }
+#pragma unroll
+      for (int t = 0; t < DT; ++t) value[i][t] = VALUE_CODE == CODE_HALF ? word[t] : half2_from_e4m3x2(word[t / 2] >> (16 * (t % 2)) & 0xffff);
     }
 #pragma unroll
-    for (int t = 0; t < DIM_TILES; ++t) {
+    for (int t = 0; t < DT; ++t) {
       a[t][0] = __byte_perm(value[0][t], value[1][t], 0x5410), a[t][1] = __byte_perm(value[0][t], value[1][t], 0x7632);
       a[t][2] = __byte_perm(value[2][t], value[3][t], 0x5410), a[t][3] = __byte_perm(value[2][t], value[3][t], 0x7632);
     }
   }
 }
 
-// NT: tiles of 8 columns of a group of warps. Thread (g, c) holds of every tile of columns the columns 2 c and 2 c + 1: scores
-// of keys g and g + 8 of its warp's 16, and sums of dimensions as in value_tiles.
-template <int NT, int GROUPS> struct Columns {
-  static constexpr int COLUMNS = 8 * NT * GROUPS, THREADS = 32 * WARPS * GROUPS;
+// TILES: of 8 columns, shared by WARPS warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
+// keys g and g + 8 of its warp's 16 (NT tiles), and sums of dimensions as in value_tiles (VT tiles).
+template <int TILES, int WARPS> struct Columns {
+  static constexpr int COLUMNS = 8 * TILES, THREADS = 32 * WARPS, NT = TILES * KEY_WARPS / WARPS;
+  static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;
+  static_assert(NT * WARPS == TILES * KEY_WARPS && VT * WARPS == TILES * SLICES, "warps share the columns evenly");
   using M = DecodeShared<COLUMNS>;
   const Attend& p;
   unsigned char* shared;
-  float out[DIM_TILES][NT][4], top[NT][2], sum[NT][2];
+  float out[DIM_TILES][VT][4], top[NT][2], sum[NT][2];
 
   __device__ __forceinline__ float* at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
-  __device__ __forceinline__ static int warp() { return threadIdx.x / 32 % WARPS; }
-  __device__ __forceinline__ static int group() { return threadIdx.x / (32 * WARPS); }
+  __device__ __forceinline__ static int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
+  __device__ __forceinline__ static int first_tile() { return threadIdx.x / 32 / KEY_WARPS * NT; }
+  __device__ __forceinline__ static int slice() { return threadIdx.x / 32 % SLICES; }
+  __device__ __forceinline__ static int first_value_tile() { return threadIdx.x / 32 / SLICES * VT; }
   __device__ __forceinline__ static int lane_row() { return threadIdx.x % 32 >> 2; }
   __device__ __forceinline__ static int lane_pair() { return threadIdx.x & 3; }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      top[n][0] = top[n][1] = -INFINITY, sum[n][0] = sum[n][1] = 0.0f;
+    for (int n = 0; n < NT; ++n) top[n][0] = top[n][1] = -INFINITY, sum[n][0] = sum[n][1] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < VT; ++n)
 #pragma unroll
       for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] = out[t][n][1] = out[t][n][2] = out[t][n][3] = 0.0f;
-    }
   }
 
   // Queries of the item, four numbers of a step together; columns that no row has are zeros.
@@ -224,13 +240,13 @@ template <int NT, int GROUPS> struct Columns {
 
   // Scores of the warp's 16 keys, in powers of two, and the largest of each column. start: position of the tile.
   __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, float (&scores)[NT][4]) const {
-    const int g = lane_row(), c = lane_pair(), low = warp() * 16 + g;
-    const uint16_t* q = reinterpret_cast<const uint16_t*>(shared + M::Q) + (group() * NT * 8 + g) * Q_STRIDE + 4 * c;
+    const int g = lane_row(), c = lane_pair(), low = key_warp() * 16 + g;
+    const uint16_t* q = reinterpret_cast<const uint16_t*>(shared + M::Q) + (first_tile() * 8 + g) * Q_STRIDE + 4 * c;
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
 #pragma unroll
     for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
     float part[TURNED_KEYS ? NT : 1][4];
-#pragma unroll
+#pragma unroll RUNS_AT_ONCE
     for (int run = 0; run < K_STEPS / RUN_STEPS; ++run) {
       KeyRun keep;
       keep.read(keys, low, run);
@@ -259,7 +275,7 @@ template <int NT, int GROUPS> struct Columns {
     const bool whole = start + KEYS - 1 <= item.position && start >= p.first_position;   // every row sees every key
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int column = (group() * NT + n) * 8 + 2 * c;
+      const int column = (first_tile() + n) * 8 + 2 * c;
       const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
       float largest[2];
 #pragma unroll
@@ -274,13 +290,13 @@ template <int NT, int GROUPS> struct Columns {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], distance));
       }
-      if (g == 0) *reinterpret_cast<float2*>(at(M::LARGEST) + warp() * COLUMNS + column) = make_float2(largest[0], largest[1]);
+      if (g == 0) *reinterpret_cast<float2*>(at(M::LARGEST) + key_warp() * COLUMNS + column) = make_float2(largest[0], largest[1]);
     }
   }
 
   // Scores become weights in shared memory, times the norms of turned values.
   __device__ __forceinline__ void weigh(const unsigned char* values, float (&scores)[NT][4]) {
-    const int g = lane_row(), c = lane_pair(), low = warp() * 16 + g;
+    const int g = lane_row(), c = lane_pair(), low = key_warp() * 16 + g;
     float norm[2][P_COPIES];
     if constexpr (TURNED_VALUES)
 #pragma unroll
@@ -288,14 +304,12 @@ template <int NT, int GROUPS> struct Columns {
 #pragma unroll
         for (int half = 0; half < P_COPIES; ++half)
           norm[upper][half] = half_to_float(*reinterpret_cast<const uint16_t*>(values + (low + 8 * upper) * V_ROW + half * turned_bytes(2)));
-    bool rescale = false;
-    float change[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int column = (group() * NT + n) * 8 + 2 * c;
+      const int column = (first_tile() + n) * 8 + 2 * c;
       float2 largest = *reinterpret_cast<const float2*>(at(M::LARGEST) + column);
 #pragma unroll
-      for (int w = 1; w < WARPS; ++w) {
+      for (int w = 1; w < KEY_WARPS; ++w) {
         const float2 other = *reinterpret_cast<const float2*>(at(M::LARGEST) + w * COLUMNS + column);
         largest = make_float2(fmaxf(largest.x, other.x), fmaxf(largest.y, other.y));
       }
@@ -303,8 +317,8 @@ template <int NT, int GROUPS> struct Columns {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float now = fmaxf(top[n][i], i ? largest.y : largest.x), shift = now == -INFINITY ? 0.0f : now;
-        change[n][i] = now == top[n][i] ? 1.0f : exp2f(top[n][i] - now);
-        rescale |= change[n][i] != 1.0f;
+        const float change = now == top[n][i] ? 1.0f : exp2f(top[n][i] - now);
+        if (key_warp() == 0 && g == 0) at(M::CHANGE)[column + i] = change;
         top[n][i] = now;
         float weight[2];
 #pragma unroll
@@ -316,27 +330,28 @@ template <int NT, int GROUPS> struct Columns {
             target[(half * COLUMNS + i) * P_STRIDE + 8 * upper] = half_from_float(scaled);
           }
         }
-        sum[n][i] = fmaf(sum[n][i], change[n][i], __fadd_rn(weight[0], weight[1]));
+        sum[n][i] = fmaf(sum[n][i], change, __fadd_rn(weight[0], weight[1]));
       }
     }
-    if (__any_sync(ALL_LANES, rescale))
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int t = 0; t < DIM_TILES; ++t)
-          out[t][n][0] *= change[n][0], out[t][n][1] *= change[n][1], out[t][n][2] *= change[n][0], out[t][n][3] *= change[n][1];
   }
 
   __device__ __forceinline__ void add_values(const unsigned char* values) {
     const int g = lane_row(), c = lane_pair();
-    const int copy = TURNED_VALUES ? warp() * P_COPIES / WARPS : 0;
-    const uint16_t* weights = reinterpret_cast<const uint16_t*>(shared + M::P) + (copy * COLUMNS + group() * NT * 8 + g) * P_STRIDE + 4 * c;
+    const int copy = TURNED_VALUES ? slice() * P_COPIES / SLICES : 0;
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(shared + M::P) + (copy * COLUMNS + first_value_tile() * 8 + g) * P_STRIDE + 4 * c;
 #pragma unroll
+    for (int n = 0; n < VT; ++n) {
+      const float2 change = *reinterpret_cast<const float2*>(at(M::CHANGE) + (first_value_tile() + n) * 8 + 2 * c);
+      if (__any_sync(ALL_LANES, change.x != 1.0f || change.y != 1.0f))
+#pragma unroll
+        for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] *= change.x, out[t][n][1] *= change.y, out[t][n][2] *= change.x, out[t][n][3] *= change.y;
+    }
+#pragma unroll VALUES_AT_ONCE
     for (int key = 0; key < KEYS; key += 16) {
       uint32_t a[DIM_TILES][4];
-      value_tiles(values, key, warp(), a);
+      value_tiles<SLICES>(values, key, slice(), a);
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
+      for (int n = 0; n < VT; ++n) {
         const uint2 b = *reinterpret_cast<const uint2*>(weights + n * 8 * P_STRIDE + key);
 #pragma unroll
         for (int t = 0; t < DIM_TILES; ++t) mma_f16(out[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b.x, b.y);
@@ -344,37 +359,52 @@ template <int NT, int GROUPS> struct Columns {
     }
   }
 
+  // Place of a column in the partial results, or -1.
+  __device__ __forceinline__ long long place(const Item& item, int column) const {
+    if (column >= item.rows * GROUP) return -1;
+    return ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
+  }
+
   // Largest score, sum and weighted values of every column to the partial results.
   __device__ __forceinline__ void store(const Item& item) {
     const int g = lane_row(), c = lane_pair();
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const int column = (group() * NT + n) * 8 + 2 * c;
+    for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
-        if (g == 0) at(M::LARGEST)[warp() * COLUMNS + column + i] = sum[n][i];
+        if (g == 0) at(M::LARGEST)[key_warp() * COLUMNS + (first_tile() + n) * 8 + 2 * c + i] = sum[n][i];
       }
-    }
-    __syncthreads();
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < VT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = (group() * NT + n) * 8 + 2 * c + i;
-        if (column >= item.rows * GROUP) continue;
-        const long long to = ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
-        if (warp() == 0 && g == 0) {
+        const long long to = place(item, (first_value_tile() + n) * 8 + 2 * c + i);
+        if (to < 0) continue;
+        float* target = p.part_o + to * HEAD_DIM + slice() * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES;
+        if constexpr (DIM_TILES % 2 == 0) {
+#pragma unroll
+          for (int t = 0; t < DIM_TILES; t += 2)
+            *reinterpret_cast<float4*>(target + 2 * t) = make_float4(out[t][n][i], out[t][n][2 + i], out[t + 1][n][i], out[t + 1][n][2 + i]);
+        } else {
+#pragma unroll
+          for (int t = 0; t < DIM_TILES; ++t) *reinterpret_cast<float2*>(target + 2 * t) = make_float2(out[t][n][i], out[t][n][2 + i]);
+        }
+      }
+    __syncthreads();
+    if (key_warp() == 0 && g == 0)
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = (first_tile() + n) * 8 + 2 * c + i;
+          const long long to = place(item, column);
           float total = at(M::LARGEST)[column];
 #pragma unroll
-          for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
-          reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(top[n][i], total);
+          for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
+          if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(top[n][i], total);
         }
-        float2* target = reinterpret_cast<float2*>(p.part_o + to * HEAD_DIM + warp() * (HEAD_DIM / WARPS) + g * 2 * DIM_TILES);
-#pragma unroll
-        for (int t = 0; t < DIM_TILES; ++t) target[t] = make_float2(out[t][n][i], out[t][n][2 + i]);
-      }
   }
 
   __device__ __forceinline__ void copy_keys(const Item& item, int start, int stage) const {
@@ -386,23 +416,27 @@ template <int NT, int GROUPS> struct Columns {
     copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, shared + M::TILES + stage * M::TILE + K_HEAD, p.first_position - start, item.end - start, value_chunk);
   }
 
+  // The first round only asks for the first tile: there is one place that does.
   __device__ __forceinline__ void attend(const Item& item) {
-    copy_keys(item, item.start, 0);
-    copy_values(item, item.start, 0);
-    copy_async_commit();
-    load_queries(item);
-    clear();
-    int stage = 0;
+    int stage = STAGES - 1;
 #pragma unroll 1
-    for (int start = item.start; start < item.end; start += KEYS) {
+    for (int start = item.start - KEYS; start < item.end; start += KEYS) {
       const unsigned char* keys = shared + M::TILES + stage * M::TILE;
-      const bool more = start + KEYS < item.end;
-      copy_async_wait<0>();
-      __syncthreads();
-      if (STAGES == 2 && more) {
-        copy_keys(item, start + KEYS, stage ^ 1);
-        copy_values(item, start + KEYS, stage ^ 1);
+      const bool any = start >= item.start, more = start + KEYS < item.end;
+      if (any) {
+        copy_async_wait<0>();
+        __syncthreads();
+      }
+      if (more && (STAGES == 2 || !any)) {
+        copy_keys(item, start + KEYS, STAGES == 2 ? stage ^ 1 : 0);
+        copy_values(item, start + KEYS, STAGES == 2 ? stage ^ 1 : 0);
         copy_async_commit();
+      }
+      if (STAGES == 2) stage ^= 1;
+      if (!any) {
+        load_queries(item);
+        clear();
+        continue;
       }
       float scores[NT][4];
       score(item, keys, start, scores);
@@ -414,17 +448,21 @@ template <int NT, int GROUPS> struct Columns {
       if (STAGES == 1) {
         __syncthreads();
         if (more) copy_values(item, start + KEYS, 0), copy_async_commit();
-      } else {
-        stage ^= 1;
       }
     }
     store(item);
   }
 };
 
-template <int NT, int GROUPS, int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
+// Warps of an item of so many rows, and its tiles of 8 columns: as many as the warps can share evenly.
+__host__ __device__ constexpr int warps_of(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 16; }
+__host__ __device__ constexpr int tiles_of(int rows) {
+  return ((rows * GROUP + 7) / 8 + warps_of(rows) / 4 - 1) / (warps_of(rows) / 4) * (warps_of(rows) / 4);
+}
+
+template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(shared);
-  using C = Columns<NT, GROUPS>;
+  using C = Columns<tiles_of(ROWS), warps_of(ROWS)>;
   uint32_t* pairs = reinterpret_cast<uint32_t*>(shared + C::M::PAIR);
   if constexpr (TURNED_KEYS)
     for (int i = threadIdx.x; i < PAIRS; i += C::THREADS) pairs[i] = level_pair<low_bits(KEY_CODE)>(i);
@@ -445,11 +483,10 @@ template <int NT, int GROUPS, int ROWS> __device__ __forceinline__ void attend_i
   }
 }
 
-__host__ __device__ constexpr int tiles_of(int rows) { return (rows * GROUP + 7) / 8; }
-extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<tiles_of(1), 1, 1>(p); }
-extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<tiles_of(4), 1, 4>(p); }
-extern "C" __global__ void __launch_bounds__(128, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<tiles_of(8), 1, 8>(p); }
-extern "C" __global__ void __launch_bounds__(256, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<tiles_of(8), 2, 16>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<1>(p); }
+extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<4>(p); }
+extern "C" __global__ void __launch_bounds__(256, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
+extern "C" __global__ void __launch_bounds__(512, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<16>(p); }
 
 constexpr int MERGE_DIMS = HEAD_DIM >= 128 ? 128 : HEAD_DIM, MERGE_WARPS = 8, PER_LANE = MERGE_DIMS / 32;
 

@@ -72,14 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     for (int n = 0; n < KEY_TILES; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
 #pragma unroll 2
     for (int d = 0; d < HEAD_DIM; d += 16) {
-      const uint16_t* low = q + (warp * 16 + g) * STRIDE + d + 2 * c;
-      const uint16_t* high = low + 8 * STRIDE;
-      const uint32_t a0 = *reinterpret_cast<const uint32_t*>(low), a2 = *reinterpret_cast<const uint32_t*>(low + 8);
-      const uint32_t a1 = *reinterpret_cast<const uint32_t*>(high), a3 = *reinterpret_cast<const uint32_t*>(high + 8);
+      uint32_t a[4], b[4];
+      load_matrices(a, q + (warp * 16 + lane % 16) * STRIDE + d + lane / 16 * 8);
 #pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n) {
-        const uint16_t* key = k + (step + n * 8 + g) * STRIDE + d + 2 * c;
-        mma_f16(score[n], a0, a1, a2, a3, *reinterpret_cast<const uint32_t*>(key), *reinterpret_cast<const uint32_t*>(key + 8));
+      for (int n = 0; n < KEY_TILES; n += 2) {
+        load_matrices(b, k + (step + (n + lane / 16) * 8 + lane % 8) * STRIDE + d + lane / 8 % 2 * 8);
+        mma_f16(score[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_f16(score[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
     float correction[2];

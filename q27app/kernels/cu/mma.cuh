@@ -26,6 +26,15 @@ __device__ __forceinline__ void mma_f16_from(float (&d)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
+// Four 8 x 8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. out[i] = {M_i[g][2q], M_i[g][2q+1]}.
+__device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void* row) {
+  unsigned address = (unsigned)__cvta_generic_to_shared(row);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Four 8 x 8 matrices of halves, each transposed; lane l gives the address of row l % 8 of matrix l / 8.
 // out[i] = {M_i[2q][g], M_i[2q+1][g]}.
 __device__ __forceinline__ void load_transposed(uint32_t (&out)[4], const void* row) {

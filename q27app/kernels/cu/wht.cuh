@@ -147,3 +147,14 @@ __device__ __forceinline__ void pair_rows(uint32_t a, uint32_t b, uint32_t (&out
     out[number] = __byte_perm(low, high, 0x5140), out[number + 4] = __byte_perm(low, high, 0x7362);
   }
 }
+
+// Eight 3-bit numbers (spread_indices), four of one row and then the same four of another -> out[i]: halves of number i, the
+// first row's in the low half.
+__device__ __forceinline__ void pair_halves(uint32_t index, uint32_t (&out)[4]) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {   // numbers 0, 2 below, 1, 3 above
+    const uint32_t select = index >> (16 * part);
+    const uint32_t low = __byte_perm(LOW_BYTES_3[0], LOW_BYTES_3[1], select), high = __byte_perm(HIGH_BYTES_3[0], HIGH_BYTES_3[1], select);
+    out[part] = __byte_perm(low, high, 0x6240), out[2 + part] = __byte_perm(low, high, 0x7351);
+  }
+}

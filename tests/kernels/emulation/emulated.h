@@ -264,6 +264,14 @@ template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (
     mma_f16(c[n], a[0], a[1], a[2], a[3], b[0], b[1]);
   }
 }
+inline void load_matrices(uint32_t (&out)[4], const void* row) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  memcpy(w.words[lane], row, 16);
+  emulated::warp_barrier();
+  for (int i = 0; i < 4; ++i) memcpy(&out[i], reinterpret_cast<char*>(w.words[8 * i + g]) + 4 * q, 4);
+  emulated::warp_barrier();
+}
 inline void load_transposed(uint32_t (&out)[4], const void* row) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
