@@ -177,10 +177,12 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
 
 
 def _long_recall(rng: random.Random, length: int) -> Conversation:
-    questions = min(24, max(1, length // 170))
+    questions = min(24, max(1, length // rng.choice((80, 170))))
     num_facts = rng.randint(questions, questions + 12) if rng.random() < 0.7 else rng.randint(1, 4)
     overhead = num_facts * 16 + min(questions, num_facts) * 44 + 40
     room = max(0.0, (length * rng.uniform(0.55, 0.93) - overhead) * CHARS_A_TOKEN)
+    if length <= 1024 and rng.random() < 0.5:
+        room *= rng.random() * 0.3
     return as_conversation(rng, make_recall(rng, TRAIN, int(room), num_facts, questions), thinks=False)
 
 

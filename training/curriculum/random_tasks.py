@@ -188,7 +188,7 @@ def random_recall(rng: random.Random, num_chars: int, num_facts: int, num_questi
 
 
 def short_recall(rng: random.Random) -> Example:
-    return random_recall(rng, rng.choice((0, 0, 100, 300)), rng.randint(1, 6), rng.randint(1, 3))
+    return random_recall(rng, rng.choice((0, 0, 100, 300)), rng.randint(1, 9), rng.randint(1, 4))
 
 
 def random_extraction(rng: random.Random) -> Example:
