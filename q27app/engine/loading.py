@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from q27app.weights.container import Container
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
+GRAPH_BYTES = {"numpy": 0, "cuda": 1 << 20}
+"""Device memory of a recorded pass."""
 MAX_AUTO_SLOTS = 4
 EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
@@ -151,19 +153,25 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
 def _load(
     config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
 ) -> Loaded:
-    from q27app.model.budget import place_embedding
+    from q27app.model.budget import MAX_CONTEXT, place_embedding
     from q27app.model.forward import load_model
+    from q27app.model.weights import weight_bytes
 
     chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
     max_rows = max(chunk, MAX_DECODE_ROWS)
     free = backend.free_bytes()
     movable = 0 if backend.name == "numpy" or geometry.tied else container.tensors["token_embd.weight"].nbytes
     before, in_host = place_embedding(lambda weights: _plan(config, backend, geometry, free, weights, max_rows),
-                                      _estimated_bytes(container, backend.name), movable, config.embed,
+                                      weight_bytes(backend, geometry, container, False, config.fast_head), movable, config.embed,
                                       config.context or geometry.max_context)
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
                        lambda done, total: progress(done / max(1, total)), in_host, config.fast_head)
-    plan = _plan(config, backend, geometry, free, model.weights.nbytes, max_rows)
+    weights, buffers = backend.taken_bytes()
+
+    def scratch(num_blocks: int) -> int:
+        return buffers + backend.scratch_bytes(geometry, geometry.num_delta_layers, num_blocks, MAX_DECODE_ROWS)
+
+    plan = _plan(config, backend, geometry, free, weights, max_rows, scratch(MAX_CONTEXT // BLOCK_POSITIONS))
     if in_host:
         plan = replace(plan, reasons=[*plan.reasons, *(text for text in before.reasons if text.startswith("embedding: "))])
     cache_plan = CachePlan()
@@ -172,6 +180,7 @@ def _load(
         plan = replace(plan, num_blocks=plan.num_blocks + cache_plan.num_blocks, num_kept_slots=cache_plan.num_slots, reasons=[*plan.reasons, (
             f"prefix cache: {cache_plan.num_blocks} of the blocks, {cache_plan.num_slots} states on the device, "
             f"{cache_plan.host_bytes / 1e9:.1f} GB of host memory")])
+    plan = replace(plan, scratch=scratch(plan.num_blocks))
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
     blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
@@ -224,12 +233,17 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
     return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft)
 
 
-def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int) -> MemoryPlan:
+def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int,
+          scratch: int | None = None) -> MemoryPlan:
+    """scratch: bytes of it, None = estimated."""
     from q27app.model.budget import automatic_kv_formats, plan_memory, plan_with_best_format, scratch_bytes
+    from q27app.model.replays import MAX_RECORDED
 
     sizes = {
-        "free": free, "weights": weights, "scratch": scratch_bytes(geometry, max_rows, BLOCK_POSITIONS), "margin": free // 16,
+        "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * MAX_RECORDED,
+        "scratch": scratch_bytes(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
+        "window_rows": None if backend.name == "numpy" else geometry.conv_width,
     }
     if config.kv_format != "auto":
         wanted = EXACT_KV_FORMAT[backend.name] if config.kv_format == "exact" else config.kv_format
@@ -237,14 +251,6 @@ def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, 
     card = getattr(getattr(backend, "device", None), "card", None)
     formats = automatic_kv_formats(card.capability if card else None, geometry.head_dim)
     return plan_with_best_format(geometry, formats, **sizes)
-
-
-def _estimated_bytes(container: Container, backend_name: str) -> int:
-    """What the weights will take: as they are in the file on a card, unquantised on NumPy."""
-    tensors = container.tensors.values()
-    if backend_name == "numpy":
-        return sum(4 * tensor.rows * tensor.cols for tensor in tensors)
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _info(

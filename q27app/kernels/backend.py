@@ -109,6 +109,18 @@ class Backend(Protocol):
         alone gives a vector. The backend repacks as it likes; the tensors may be unmapped afterwards. in_host: an embedding
         table that stays in the host's memory, where a card reads the rows of its tokens in place; its `nbytes` is then 0."""
         ...
+    def packed_bytes(self, tensors: "Sequence[Tensor]") -> int:
+        """Bytes that `load` will take for them, alone or together; never too few."""
+        ...
+    def reserve_weights(self, nbytes: int) -> None:
+        """The loads that follow take so many bytes in all."""
+        ...
+    def taken_bytes(self) -> tuple[int, int]:
+        """Bytes taken so far for weights, and for buffers."""
+        ...
+    def scratch_bytes(self, geometry: LayerGeometry, num_delta_layers: int, num_blocks: int, max_record_rows: int) -> int:
+        """Bytes that `allocate_state` will take beside slots and blocks. All weights are loaded and all buffers made."""
+        ...
     def allocate_state(
         self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str,
         num_slots: int, num_blocks: int, max_record_rows: int,

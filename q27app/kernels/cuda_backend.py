@@ -20,17 +20,17 @@ from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.compiler import Job
 from q27app.kernels.card import MAX_CONTEXT
 from q27app.kernels.cuda_attention import Attention
-from q27app.kernels.cuda_batch import BatchArea
+from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
-from q27app.kernels.cuda_sampling import Sampler
+from q27app.kernels.cuda_sampling import Sampler, sampler_sizes
 from q27app.kernels.cuda_scratch import Scratch
-from q27app.kernels.cuda_state import CudaState
-from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader
+from q27app.kernels.cuda_state import CudaState, record_row
+from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader, packed_bytes
 from q27app.kernels.graph import Rerun
 from q27app.kernels.kv_formats import kv_format as find_format
 from q27app.kernels.launch import CudaDevice, Device
-from q27app.kernels.memory import Arena, CudaBuffer
+from q27app.kernels.memory import Arena, CudaBuffer, Tally
 
 if TYPE_CHECKING:
     from q27app.weights.container import Tensor
@@ -71,7 +71,7 @@ class CudaBackend:
         self.defines: dict[str, dict[str, int]] = fixed_defines(device.card)
         self._functions: dict[tuple[str, str], Any] = {}
         device.prepare([Job.of(source, defines) for source, defines in self.defines.items()], progress)
-        self.weights_arena = Arena(device, "weights", 256 << 20)
+        self.weights_arena = Arena(device, "weights")
         self.buffers_arena = Arena(device, "activations")
         self.scratch_arena = Arena(device, "scratch")
         self._loader: Loader | None = None
@@ -158,23 +158,53 @@ class CudaBackend:
         self._states.append(state)
         return state
 
+    def packed_bytes(self, tensors: "Sequence[Tensor]") -> int:
+        return sum(packed_bytes(tensor) for tensor in tensors)
+
+    def reserve_weights(self, nbytes: int) -> None:
+        self.weights_arena.reserve(nbytes)
+
+    def taken_bytes(self) -> tuple[int, int]:
+        return self.weights_arena.nbytes, self.buffers_arena.nbytes
+
+    def scratch_bytes(self, geometry: LayerGeometry, num_delta_layers: int, num_blocks: int, max_record_rows: int) -> int:
+        record = num_delta_layers * max_record_rows * record_row(geometry) * 4
+        stride = min(num_blocks, MAX_CONTEXT // 64)
+        areas = sum(area_bytes(rows, MAX_SEQS, stride) for rows in self._area_rows())
+        return self._arena_bytes(geometry, num_blocks) + record + areas
+
+    def _area_rows(self) -> tuple[int, int]:
+        return SMALL_ROWS, max(self._max_rows, SMALL_ROWS)
+
+    def _make_scratch(self, arena: Arena | Tally, geometry: LayerGeometry, num_blocks: int) -> Scratch:
+        return Scratch(
+            arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
+            partial_bytes=self._partial_bytes,
+            num_counters=self._num_counters, halves_width=self._halves_width,
+            wide_width=max(self._wide_width, 2 * geometry.hidden_size),
+        )
+
+    def _arena_bytes(self, geometry: LayerGeometry, num_blocks: int) -> int:
+        """What the scratch arena has to hold."""
+        tally = Tally()
+        self._make_scratch(tally, geometry, num_blocks)
+        for size in sampler_sizes(geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS):
+            tally.take(size)
+        return tally.nbytes
+
     def _reserve_scratch(self, geometry: LayerGeometry, num_blocks: int) -> None:
         self.device.synchronize()
         self.scratch_arena.release()
         for area in self._areas.values():
             area.release()
-        self.scratch = Scratch(
-            self.scratch_arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
-            partial_bytes=self._partial_bytes,
-            num_counters=self._num_counters, halves_width=self._halves_width,
-            wide_width=max(self._wide_width, 2 * geometry.hidden_size),
-        )
+        self.scratch_arena.reserve(self._arena_bytes(geometry, num_blocks))
+        self.scratch = self._make_scratch(self.scratch_arena, geometry, num_blocks)
         half = geometry.rotary_dim // 2
         frequencies = np.float64(geometry.rope_theta) ** (np.arange(half) * (-2.0 / geometry.rotary_dim))
         self.device.upload(self.scratch.frequencies, frequencies)
         stride = min(num_blocks, MAX_CONTEXT // 64)
-        self._areas = {True: BatchArea(self.device, SMALL_ROWS, MAX_SEQS, stride),
-                       False: BatchArea(self.device, max(self._max_rows, SMALL_ROWS), MAX_SEQS, stride)}
+        small, large = self._area_rows()
+        self._areas = {True: BatchArea(self.device, small, MAX_SEQS, stride), False: BatchArea(self.device, large, MAX_SEQS, stride)}
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
 

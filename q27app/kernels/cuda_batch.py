@@ -13,19 +13,29 @@ from q27app.kernels.batch import Batch
 from q27app.kernels.launch import Device
 
 
+def _places(max_rows: int, max_seqs: int, table_stride: int) -> tuple[dict[str, int], int]:
+    """Word at which each field begins, and words in all."""
+    sizes = {"tokens": max_rows, "positions": max_rows, "logit_rows": max_rows, "row_starts": max_seqs + 1,
+             "slots": max_seqs, "tables": max_seqs * table_stride}
+    at, end = {}, 0
+    for name, size in sizes.items():
+        at[name] = end
+        end += -(-size // 4) * 4
+    return at, end
+
+
+def area_bytes(max_rows: int, max_seqs: int, table_stride: int) -> int:
+    """Device memory of a BatchArea."""
+    return 4 * _places(max_rows, max_seqs, table_stride)[1]
+
+
 class BatchArea:
     """Room for passes of up to max_rows rows of max_seqs sequences. Owned by the backend."""
 
     def __init__(self, device: Device, max_rows: int, max_seqs: int, table_stride: int) -> None:
         self.max_rows, self.max_seqs, self.table_stride = max_rows, max_seqs, table_stride
         self._device = device
-        sizes = {"tokens": max_rows, "positions": max_rows, "logit_rows": max_rows, "row_starts": max_seqs + 1,
-                 "slots": max_seqs, "tables": max_seqs * table_stride}
-        self._at: dict[str, int] = {}
-        end = 0
-        for name, size in sizes.items():
-            self._at[name] = end
-            end += -(-size // 4) * 4
+        self._at, end = _places(max_rows, max_seqs, table_stride)
         self._host = device.pinned(4 * end).view(np.int32)
         self._host[:] = 0
         self.address = device.allocate(4 * end)

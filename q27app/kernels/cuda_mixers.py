@@ -96,7 +96,7 @@ class Mixers:
             raise Q27Error(f"commit: {len(self._deferred)} delta layers were recorded, expected {state.num_delta_layers}.")
         pointers = [value for index in range(state.num_delta_layers) for value in self._deferred[index]]
         if pointers != self._table_of:
-            self._table = self._table or backend.scratch_arena.take(8 * len(pointers))
+            self._table = backend.scratch.table
             backend.device.upload(self._table, np.array(pointers, np.uint64))
             self._table_of = pointers
         geometry = state.geometry

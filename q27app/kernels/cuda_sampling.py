@@ -24,22 +24,24 @@ class Kinds:
     summed: bool = False
 
 
+def sampler_sizes(vocab: int, max_rows: int, max_seqs: int) -> tuple[int, ...]:
+    """Bytes of a Sampler's device buffers, in the order in which it takes them."""
+    return (max_rows * (64 + -(-vocab // 32) * 4) + (1 << 20), max_rows * vocab * 4, max_rows * CHUNKS * 8, max_rows * CHUNKS * 8,
+            8 * max_rows + 4 * max_seqs, max_rows * 33 * 4, max_rows * MAX_LOGPROBS * 4, 8 * max_rows * MAX_STEPS,
+            max_rows * CHUNKS * 8, max_rows * LIST * 4, max_rows * 8)
+
+
 class Sampler:
     """sample, accept and result of a backend; owns their small device buffers."""
 
     def __init__(self, backend, vocab: int, max_rows: int, max_seqs: int) -> None:
         self._backend, self._device = backend, backend.device
         self.max_rows, self.max_seqs, self.vocab = max_rows, max_seqs, vocab
-        take = backend.scratch_arena.take
-        self._input_bytes = max_rows * (64 + -(-vocab // 32) * 4) + (1 << 20)
+        sizes = sampler_sizes(vocab, max_rows, max_seqs)
+        self._input_bytes = sizes[0]
         self._host = self._device.pinned(self._input_bytes)
-        self._input = take(self._input_bytes)
-        self._work = take(max_rows * vocab * 4)
-        self._part_best, self._part_top = take(max_rows * CHUNKS * 8), take(max_rows * CHUNKS * 8)
-        self._out = take(8 * max_rows + 4 * max_seqs)
-        self._logprobs, self._logprob_ids = take(max_rows * 33 * 4), take(max_rows * MAX_LOGPROBS * 4)
-        self._drafts = take(8 * max_rows * MAX_STEPS)
-        self._part_mass, self._list, self._cuts = take(max_rows * CHUNKS * 8), take(max_rows * LIST * 4), take(max_rows * 8)
+        (self._input, self._work, self._part_best, self._part_top, self._out, self._logprobs, self._logprob_ids, self._drafts,
+         self._part_mass, self._list, self._cuts) = map(backend.scratch_arena.take, sizes)
         self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
         self._step, self._chain = 0, cuda_args.Sample()

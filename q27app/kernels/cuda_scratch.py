@@ -11,6 +11,9 @@ from q27app.kernels.cuda_linear import MAX_TILE_SPLITS, SIDE_BY_SIDE_ROWS
 from q27app.kernels.memory import Arena, CudaBuffer
 
 
+MAX_DELTA_LAYERS = 1024
+
+
 class Scratch:
     """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row."""
 
@@ -24,6 +27,8 @@ class Scratch:
         self.partial = arena.take(partial_bytes)
         self.counters = arena.take_zeros(4 * num_counters)
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
+        self.table = arena.take(4 * 8 * MAX_DELTA_LAYERS)
+        """Pointers of the delta layers' small weights, for a commit."""
         self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
         self.attend_counters = arena.take_zeros(4 * COUNTERS)
         self.part_ml = arena.take(ATTEND_ROWS * self.max_splits * heads * 8)

@@ -18,6 +18,12 @@ TURNED_HEAD = 256
 """Head size of the formats that turn rows (kv_format.cuh)."""
 
 
+def record_row(geometry) -> int:
+    """Floats of a deferred row: its channels, beta and alpha."""
+    heads = geometry.delta_value_heads
+    return (2 * geometry.delta_key_heads + heads) * geometry.delta_head_dim + 2 * heads
+
+
 class CudaState:
     """See `backend.State`. Owned by the engine thread."""
 
@@ -54,7 +60,7 @@ class CudaState:
         row += form.value_row_bytes(geometry.num_kv_heads, geometry.head_dim)
         self.layer_bytes = BLOCK_POSITIONS * row
         self.block_bytes = num_kv_layers * self.layer_bytes
-        self.record_row = self.channels + 2 * heads
+        self.record_row = record_row(geometry)
         self.slots = self._device.allocate(num_slots * self.slot_bytes)
         self.blocks = self._device.allocate(max(num_blocks * self.block_bytes, 256))
         self.record = self._device.allocate(max(num_delta_layers * max_record_rows * self.record_row * 4, 256))

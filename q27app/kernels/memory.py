@@ -17,9 +17,12 @@ def aligned(nbytes: int) -> int:
 
 
 class Arena:
-    """Memory of one purpose, taken from the device in whole chunks and handed out in order; given back all at once."""
+    """Memory of one purpose, taken from the device in chunks and handed out in order; given back all at once.
 
-    def __init__(self, device: Device, name: str, chunk_bytes: int = 64 << 20) -> None:
+    What is larger than a chunk gets one of its own, so that little is lost; `reserve` takes at once what is known to be needed.
+    """
+
+    def __init__(self, device: Device, name: str, chunk_bytes: int = 4 << 20) -> None:
         self.name, self.nbytes = name, 0
         self._device, self._chunk_bytes = device, chunk_bytes
         self._chunks: list[int] = []
@@ -29,12 +32,24 @@ class Arena:
         """Address of a fresh piece. Raises OutOfMemory."""
         size = aligned(max(nbytes, 1))
         if self._next + size > self._end:
-            chunk = max(size, min(self._chunk_bytes, max(1 << 20, self._device.free_bytes() // 8)))
-            self._next = self._device.allocate(chunk)
-            self._end = self._next + chunk
-            self._chunks.append(self._next)
-            self.nbytes += chunk
+            if size > self._chunk_bytes:
+                return self._chunk(size)
+            self._next = self._chunk(self._chunk_bytes)
+            self._end = self._next + self._chunk_bytes
         address, self._next = self._next, self._next + size
+        return address
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for so many bytes to come, in one chunk. What was left of the chunk before is lost."""
+        size = aligned(nbytes)
+        if self._next + size > self._end:
+            self._next = self._chunk(size)
+            self._end = self._next + size
+
+    def _chunk(self, size: int) -> int:
+        address = self._device.allocate(size)
+        self._chunks.append(address)
+        self.nbytes += size
         return address
 
     def take_zeros(self, nbytes: int) -> int:
@@ -46,6 +61,19 @@ class Arena:
         for chunk in self._chunks:
             self._device.release(chunk)
         self._chunks, self._next, self._end, self.nbytes = [], 0, 0, 0
+
+
+class Tally:
+    """Stands in for an arena and only counts."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> int:
+        self.nbytes += aligned(max(nbytes, 1))
+        return 0
+
+    take_zeros = take
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class NumpyBackend:
         leave_a_core()
         self._pass: Pass | None = None
         self._loaded: list[NumpyWeight] = []
+        self._buffer_bytes = 0
         self._sampled: Sampled | None = None
         self._chain: DraftChain | None = None
 
@@ -85,7 +86,9 @@ class NumpyBackend:
 
     def empty(self, shape: tuple[int, ...], dtype: Any, name: str) -> NumpyBuffer:
         try:
-            return NumpyBuffer(np.zeros(shape, dtype), name)
+            buffer = NumpyBuffer(np.zeros(shape, dtype), name)
+            self._buffer_bytes += buffer.array.nbytes
+            return buffer
         except (MemoryError, ValueError) as error:
             raise OutOfMemory(f"buffer {name} {dtype} {list(shape)} does not fit into memory.",
                               "Use a smaller context or fewer slots.") from error
@@ -109,8 +112,22 @@ class NumpyBackend:
             array[start:start + tensor.shape[0]] = tensor.values()
             start += tensor.shape[0]
         weight = NumpyWeight(array, name)
+        self._buffer_bytes -= array.nbytes
         self._loaded.append(weight)
         return weight
+
+    def packed_bytes(self, tensors: Sequence[Any]) -> int:
+        return sum(4 * int(np.prod(tensor.shape)) for tensor in tensors)
+
+    def reserve_weights(self, nbytes: int) -> None:
+        """Every weight is an array of its own."""
+
+    def taken_bytes(self) -> tuple[int, int]:
+        return sum(weight.array.nbytes for weight in self._loaded), self._buffer_bytes
+
+    def scratch_bytes(self, geometry: LayerGeometry, num_delta_layers: int, num_blocks: int, max_record_rows: int) -> int:
+        """Arrays of a pass come and go."""
+        return 0
 
     def checksums(self) -> list[tuple[str, int]]:
         return [(weight.name, reference.checksum(weight.array.view(np.uint32))) for weight in self._loaded]

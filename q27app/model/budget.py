@@ -65,10 +65,12 @@ class MemoryPlan:
         return "\n".join(f"  {name:<10} {size / 1e9:9.3f} GB" for name, size in rows)
 
 
-def slot_bytes(config: ModelConfig) -> int:
-    """Recurrent state of one sequence: delta states, convolution windows and one hidden row, all float32."""
+def slot_bytes(config: ModelConfig, window_rows: int | None = None) -> int:
+    """Recurrent state of one sequence: delta states, convolution windows and one hidden row, all float32.
+
+    window_rows: kept inputs of a convolution; None = those that it looks back on, a card keeps one more (delta.cuh)."""
     delta = config.delta_value_heads * config.delta_head_dim**2
-    window = (config.conv_width - 1) * config.conv_channels
+    window = (config.conv_width - 1 if window_rows is None else window_rows) * config.conv_channels
     return 4 * (config.num_delta_layers * (delta + window) + config.hidden_size)
 
 
@@ -105,7 +107,7 @@ def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> in
 
 def plan_memory(
     config: ModelConfig, *, free: int, weights: int, scratch: int, kv_format: str, graphs: int = 0, margin: int = 0,
-    context: int | None = None, slots: int | None = None, max_auto_slots: int = 1,
+    context: int | None = None, slots: int | None = None, max_auto_slots: int = 1, window_rows: int | None = None,
 ) -> MemoryPlan:
     """Size slots and context. context, slots: wishes; None = auto.
 
@@ -119,7 +121,7 @@ def plan_memory(
         raise UsageError(f"context is {context} tokens, expected at most {max(MAX_CONTEXT, config.max_context)}.")
     if slots is not None and not 1 <= slots <= 4096:
         raise UsageError(f"slots is {slots}, expected 1 to 4096.")
-    per_slot, per_block = slot_bytes(config), block_bytes(config, kv_format)
+    per_slot, per_block = slot_bytes(config, window_rows), block_bytes(config, kv_format)
     num_slots = slots or max_auto_slots
     room = free - margin - weights - scratch - graphs
 

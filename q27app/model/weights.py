@@ -187,6 +187,16 @@ def check_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
             )
 
 
+def weight_bytes(
+    backend: Backend, config: ModelConfig, container: Container, embed_in_host: bool = False, fast_head: bool = False,
+) -> int:
+    """Bytes that `bind_weights` will take on the backend."""
+    absent = {"token_embd.weight"} if embed_in_host and not config.tied else set()
+    if fast_head and "output_q4.weight" in container.tensors:
+        absent.add("output.weight")
+    return backend.packed_bytes([tensor for name, tensor in container.tensors.items() if name not in absent])
+
+
 def bind_weights(
     backend: Backend, config: ModelConfig, container: Container,
     progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False,
@@ -198,6 +208,7 @@ def bind_weights(
     smaller one, which drafts always use, also decides; the exact one is not loaded.
     """
     check_tensors(config, container.tensors)
+    backend.reserve_weights(weight_bytes(backend, config, container, embed_in_host, fast_head))
     binder = _Binder(backend, config, container, progress)
     layers = tuple(binder.layer(index) for index in range(config.num_layers))
     embed = binder.load("token_embd.weight", in_host=embed_in_host and not config.tied)

@@ -1,0 +1,95 @@
+"""The memory plan against what the CUDA backend takes: byte for byte, and nothing more once the model is ready."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+
+from q27app.engine.engine import Engine, EngineConfig
+from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.errors import EngineDied, GpuError, OutOfMemory
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.weights.synthetic import synthesize
+from tests.kernels.counting_device import CARDS, CountingDevice
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Start an engine on a counting device: (engine, device) once it is ready or has failed."""
+    engines = []
+
+    def start(card: str = "wide", tier: str = "q4s", size: str = "nano", total: int = 141 << 30, **options):
+        path = tmp_path / f"{tier}.q27"
+        if not path.exists():
+            synthesize(path, size, "chain", tier)
+        device = CountingDevice(CARDS[card], total)
+        monkeypatch.setattr("q27app.kernels.open_backend", lambda name, nvcc=None: CudaBackend(device))
+        engine = Engine(EngineConfig(model=path, backend="cuda", **options))
+        engines.append(engine)
+        engine.start()
+        while engine.status().state in ("loading", "unloaded"):
+            time.sleep(0.01)
+        return engine, device
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def answer(engine: Engine, count: int):
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    engine.submit(Request("r", tuple(range(1000, 1100)), SamplingParams(max_tokens=count, ignore_eos=True)), inbox.put)
+    while (event := inbox.get(timeout=30)).finish is None:
+        pass
+    return event
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("tier", "size"), [("q4s", "nano"), ("default", "512x4"), ("f16", "nano")])
+def test_what_is_taken_is_what_was_planned(served, card, tier, size):
+    engine, device = served(card, tier, size, context=4096, slots=2, kv_format="fp16")
+    plan = engine.status().plan
+    assert device.used == plan["used"] - plan["graphs"]
+    weights = engine._loaded.model.backend.weights_arena
+    assert len(weights._chunks) == 1, "the reserved chunk was too small"
+    assert weights.nbytes - engine._loaded.model.weights.nbytes < 6000 * 100
+
+
+@pytest.mark.parametrize("draft", ["off", "auto"])
+def test_nothing_is_taken_once_the_model_is_ready(served, draft):
+    engine, device = served(context=4096, slots=2, draft=draft)
+    before = device.num_allocations
+    for count in (1, 40):
+        assert answer(engine, count).finish is FinishReason.LENGTH
+    assert device.num_launches > 100
+    assert device.num_allocations == before
+
+
+def test_what_does_not_fit_is_refused_with_the_table_before_anything_is_loaded(served):
+    engine, device = served(total=64 << 20, context=65536, slots=1)
+    error = engine.status().error
+    assert isinstance(error, OutOfMemory) and "KV cache" in error.message and "reserve" in error.message
+    assert device.used == 0, "the failed load gave everything back"
+
+
+def test_a_sticky_error_ends_every_request_and_says_why(served):
+    engine, device = served(context=4096, slots=2)
+    device.fails = GpuError("CUDA error 700 (CUDA_ERROR_ILLEGAL_ADDRESS): an illegal memory access was encountered.")
+    event = answer(engine, 20)
+    assert event.finish is FinishReason.ERROR and isinstance(event.error, EngineDied)
+    deadline = time.monotonic() + 10
+    while engine.status().state != "failed" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(engine.status().error)
+    with pytest.raises(EngineDied):
+        answer(engine, 1)
+
+
+def test_twenty_starts_and_stops_leave_nothing(served):
+    for _ in range(20):
+        engine, device = served(context=1024, slots=1)
+        assert device.used > 0
+        engine.close()
+        assert device.used == 0
