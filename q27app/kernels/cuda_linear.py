@@ -50,7 +50,7 @@ def tiles_shared_bytes(card, kind: int, tokens: int, tiles: int) -> int:
     if not card.has_warpgroups:
         return stages * (tiles * UNIT_BYTES[kind] + tokens * (UNIT_COLS + ROW_PAD) * 2)
     share = {KIND_Q4: stages, KIND_Q8: stages * 3 // 4, KIND_F16: stages // 2}[kind]
-    return 1024 + share * (tiles * UNIT_BYTES[kind] + tokens * UNIT_COLS * 2)
+    return 2048 + share * (tiles * UNIT_BYTES[kind] + tokens * UNIT_COLS * 2)
 
 
 class LinearStages:
@@ -131,7 +131,7 @@ class LinearStages:
         tokens = card.linear_tiles_defines()["WIDE_TOKENS"] if wide else NARROW_TOKENS
         tiles = 16 if wide and card.has_warpgroups else 8
         splits = tile_splits(card, weight) if stage == "add" else 1
-        together = splits > 1 and rows <= SIDE_BY_SIDE_ROWS
+        together = splits > 1 and rows <= SIDE_BY_SIDE_ROWS and backend.scratch.holds(splits * rows * out_rows * 4)
         partial = backend.scratch.split_sums(splits * rows * out_rows * 4) if together else 0
         args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, partial, weight.segment_args(), len(weight.segments),
                                      rows, weight.units, weight.wrap, padded, out.shape[1], out_rows, splits)

@@ -62,6 +62,9 @@ class Scratch:
         self._check(rows)
         return self._shared, self._shared + -(-rows * self._query_row * 2 // 256) * 256
 
+    def holds(self, nbytes: int) -> bool:
+        return nbytes <= self._shared_bytes
+
     def split_sums(self, nbytes: int) -> int:
         """Room for the sums of K splits that run side by side."""
         assert nbytes <= self._shared_bytes, (nbytes, self._shared_bytes)

@@ -87,7 +87,7 @@ def timed(backend: CudaBackend, run, times: int = 20) -> float:
 def stage_times(model: Model, state, rows: int, line, phase: str = "verify") -> None:
     """Each stage of `bench kernels` over the layers that have it, from a graph; the pass must have begun."""
     backend, total = model.backend, 0.0
-    for stage in stages(model, state.kv_format, rows, 10, phase):
+    for stage in stages(model, state.form.name, rows, 10, phase):
         replay = backend.record(lambda stage=stage: [stage.run(layer) for layer in stage.layers])
         each = timed(backend, replay, 12) * 1000 / len(stage.layers)
         total += each * (1 if stage.name == "head" else len(stage.layers))

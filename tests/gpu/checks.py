@@ -18,7 +18,7 @@ import numpy as np
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
-from tests.gpu import big, whole
+from tests.gpu import big, parity, whole
 from tests.kernels import cuda_checks
 from tests.kernels.made import make_batch
 
@@ -184,9 +184,10 @@ def finish() -> int:
 
 
 def main(names: list[str]) -> int:
-    for name in [name for name in names if name in whole.PARTS]:
-        whole.PARTS[name](line, attempt)
-    names = [name for name in names if name not in whole.PARTS] if names else ["stages", "models", "speed"]
+    parts = whole.PARTS | parity.PARTS
+    for name in [name for name in names if name in parts]:
+        parts[name](line, attempt)
+    names = [name for name in names if name not in parts] if names else ["stages", "models", "speed"]
     if not names:
         return finish()
     start = time.perf_counter()

@@ -14,37 +14,35 @@ template <int SHAPE> __host__ __device__ constexpr int blocks_at_once() { return
 template <int KIND> __host__ __device__ constexpr int tile_stages() { return KIND == KIND_Q4 ? TILE_STAGES : KIND == KIND_Q8 ? TILE_STAGES * 3 / 4 : TILE_STAGES / 2; }
 
 template <int KIND, int TOKENS, int SHAPE> struct TilePipe {
-  static constexpr int TILES = block_tiles<SHAPE>(), THREADS = block_threads<SHAPE>(), STAGES = tile_stages<KIND>();
+  static constexpr int TILES = block_tiles<SHAPE>(), STAGES = tile_stages<KIND>(), BLOCKS = TOKENS / ROW_BLOCK;
   static constexpr int ROWS = TOKENS * UNIT_COLS * 2, WEIGHTS = TILES * Unit<KIND>::BYTES;
+  static_assert(TILES + BLOCKS <= 32, "a lane a copy");
   const LinearTiles& p;
-  unsigned char* shared;           // [STAGES][ROWS], then [STAGES][WEIGHTS]
+  unsigned char* shared;           // arrivals [STAGES], at ALIGNED rows [STAGES][ROWS], then weights [STAGES][WEIGHTS]
   const unsigned char* weights;    // of the block's first tile
   int tile_bytes, last_tile, row_block, row_blocks, begin, units;
 
-  __device__ __forceinline__ unsigned char* rows_of(int unit) const { return shared + unit % STAGES * ROWS; }
-  __device__ __forceinline__ unsigned char* weights_of(int unit) const { return shared + STAGES * ROWS + unit % STAGES * WEIGHTS; }
+  __device__ __forceinline__ uint64_t* arrival(int unit) const { return reinterpret_cast<uint64_t*>(shared) + unit % STAGES; }
+  __device__ __forceinline__ unsigned char* rows_of(int unit) const { return shared + ALIGNED + unit % STAGES * ROWS; }
+  __device__ __forceinline__ unsigned char* weights_of(int unit) const { return shared + ALIGNED + STAGES * ROWS + unit % STAGES * WEIGHTS; }
+  __device__ __forceinline__ void wait(int unit) const { arrival_wait(arrival(unit), unit / STAGES); }
 
+  // One warp: a lane a tile, then a lane a block of rows.
   __device__ __forceinline__ void fetch(int unit) const {
-    if (unit < units) {
-      constexpr int CHUNKS = Unit<KIND>::BYTES / 16;
-      const unsigned char* from = weights + (long long)(begin + unit) * Unit<KIND>::BYTES;
-      unsigned char* target = weights_of(unit);
-      for (int i = threadIdx.x; i < TILES * CHUNKS; i += THREADS)
-        copy_async_16(target + i * 16, from + (long long)min(i / CHUNKS, last_tile) * tile_bytes + i % CHUNKS * 16);
-      const int column = p.wrap && begin + unit >= p.wrap ? begin + unit - p.wrap : begin + unit, width = p.x_stride / UNIT_COLS;
-      target = rows_of(unit);
-#pragma unroll
-      for (int block = 0; block < TOKENS / ROW_BLOCK; ++block) {
-        const unsigned char* rows = reinterpret_cast<const unsigned char*>(p.x)
-                                    + ((long long)min(row_block + block, row_blocks - 1) * width + column) * ROW_BLOCK_BYTES;
-#pragma unroll
-        for (int i = 0; i < ROW_BLOCK_BYTES / 16 / THREADS; ++i) {
-          const int at = (threadIdx.x + i * THREADS) * 16;
-          copy_async_16(target + block * ROW_BLOCK_BYTES + at, rows + at);
-        }
-      }
+    const int lane = threadIdx.x % 32;
+    if (unit >= units) return;
+    if (lane == 0) arrival_announce(arrival(unit), ROWS + WEIGHTS);
+    __syncwarp();
+    if (lane < TILES) {
+      copy_whole(weights_of(unit) + lane * Unit<KIND>::BYTES,
+                 weights + (long long)min(lane, last_tile) * tile_bytes + (long long)(begin + unit) * Unit<KIND>::BYTES, Unit<KIND>::BYTES,
+                 arrival(unit));
+    } else if (lane < TILES + BLOCKS) {
+      const int column = p.wrap && begin + unit >= p.wrap ? begin + unit - p.wrap : begin + unit, block = lane - TILES;
+      const unsigned char* rows = reinterpret_cast<const unsigned char*>(p.x)
+                                  + ((long long)min(row_block + block, row_blocks - 1) * (p.x_stride / UNIT_COLS) + column) * ROW_BLOCK_BYTES;
+      copy_whole(rows_of(unit) + block * ROW_BLOCK_BYTES, rows, ROW_BLOCK_BYTES, arrival(unit));
     }
-    copy_async_commit();
   }
 };
 
@@ -77,12 +75,17 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
   for (int m = 0; m < 2; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-#pragma unroll 1
-  for (int i = 0; i < STAGES - 1; ++i) pipe.fetch(i);
-  copy_async_wait<STAGES - 2>();
-  publish_shared();
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; ++i) arrival_init(pipe.arrival(i));
+      arrival_publish();
+    }
+    __syncwarp();
+    for (int i = 0; i < STAGES - 1; ++i) pipe.fetch(i);
+  }
   __syncthreads();
   uint32_t even[2][4][4], odd[2][4][4];
+  pipe.wait(0);
   decode_unit<KIND>(pipe.weights_of(0) + warp_tile * Unit<KIND>::BYTES, lane, even);
 
   // Unit u multiplies from `now`; the weights of u + 1 go to `next`, whose last reader was unit u - 1.
@@ -94,11 +97,12 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
       for (int m = 0; m < 2; ++m) warpgroup_mma(acc[m], now[m][step], pipe.rows_of(u), step);
     warpgroup_commit();
     warpgroup_wait<1>();
-    copy_async_wait<STAGES - 3>();
-    publish_shared();
-    __syncthreads();                 // unit u + 1 is there, and nobody reads unit u - 1 any more
-    pipe.fetch(u + STAGES - 1);
-    if (u + 1 < pipe.units) decode_unit<KIND>(pipe.weights_of(u + 1) + warp_tile * Unit<KIND>::BYTES, lane, next);
+    if (u + 1 < pipe.units) {
+      pipe.wait(u + 1);
+      decode_unit<KIND>(pipe.weights_of(u + 1) + warp_tile * Unit<KIND>::BYTES, lane, next);
+    }
+    __syncthreads();                 // nobody reads unit u - 1 any more
+    if (threadIdx.x < 32) pipe.fetch(u + STAGES - 1);
   };
 #pragma unroll 1
   for (int u = 0; u < pipe.units; u += 2) {
@@ -108,7 +112,6 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
   warpgroup_wait<0>();
   warpgroup_settle(acc[0]);
   warpgroup_settle(acc[1]);
-  copy_async_wait<0>();
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

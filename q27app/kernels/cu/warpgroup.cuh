@@ -16,8 +16,31 @@ template <int GROUPS> __device__ __forceinline__ void warpgroup_settle(float (&c
 #pragma unroll
   for (int n = 0; n < GROUPS; ++n) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
-// What this thread has written to shared memory is seen by the matrix instructions that follow a barrier.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Barriers in shared memory that copies arrive at: a phase ends when the bytes that were announced are there. One thread inits,
+// announces and copies; sizes and addresses are multiples of 16.
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void arrival_init(uint64_t* arrival) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
+}
+__device__ __forceinline__ void arrival_publish() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void arrival_announce(uint64_t* arrival, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrival)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrival_wait(uint64_t* arrival, int phase) {
+  unsigned done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(arrival)), "r"(phase & 1)
+        : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ void copy_whole(void* shared, const void* global, int bytes, uint64_t* arrival) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(arrival))
+               : "memory");
+}
 
 __device__ __forceinline__ uint64_t rows_descriptor(const void* rows) {
   const uint64_t address = __cvta_generic_to_shared(rows);

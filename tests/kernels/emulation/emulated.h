@@ -253,7 +253,11 @@ inline void warpgroup_begin() {}
 inline void warpgroup_commit() {}
 template <int PENDING> void warpgroup_wait() {}
 template <int GROUPS> void warpgroup_settle(float (&)[GROUPS][4]) {}
-inline void publish_shared() {}
+inline void arrival_init(uint64_t*) {}
+inline void arrival_publish() {}
+inline void arrival_announce(uint64_t*, int) {}
+inline void arrival_wait(uint64_t*, int) {}
+inline void copy_whole(void* shared, const void* global, int bytes, uint64_t*) { memcpy(shared, global, bytes); }
 template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* rows, int step) {
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   for (int n = 0; n < GROUPS; ++n) {   // a warp needs only its own 16 rows of A
