@@ -75,7 +75,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_the_configuration_offers_the_table():
     choices = next(field.metadata["rule"].choices for field in fields(ModelSection) if field.name == "kv")
-    assert choices == ("auto", *KV_FORMATS)
+    assert choices == ("auto", "exact", *KV_FORMATS)
 
 
 def test_no_other_file_knows_the_names_of_turned_formats():
