@@ -79,6 +79,19 @@ def test_the_turn_keeps_products_and_turns_back():
     assert np.abs(turn(np.eye(128, dtype=np.float32))).max() == pytest.approx(128**-0.5, rel=1e-6)
 
 
+def test_a_length_is_added_as_the_tree_says():
+    """One rounded operation after the other: another order gives other last bits in one row of many."""
+    rows = np.random.default_rng(6).standard_normal((200, 128)).astype(np.float32)
+    expected = []
+    for row in rows:
+        square = [value * value for value in row]
+        sums = [(square[i] + square[i + 1]) + (square[i + 2] + square[i + 3]) for i in range(0, 128, 4)]
+        while len(sums) > 1:
+            sums = [sums[i] + sums[i + len(sums) // 2] for i in range(len(sums) // 2)]
+        expected.append(np.sqrt(sums[0]))
+    np.testing.assert_array_equal(kv_turned._length(rows), np.array(expected, np.float32))
+
+
 COSINES = {"3 bits": 0.983, "5 bits": 0.99878}
 """What these levels give on normal rows."""
 
