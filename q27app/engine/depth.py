@@ -1,7 +1,7 @@
 """How many drafts a pass should carry: chosen each step from measured acceptance and measured prices.
 
     gain(d)  = 1 + a1 + a1 a2 + ... + a1 .. ad        tokens that a pass of 1 + d rows yields on average
-    cost(d)  = pass(1 + d) + d * step                 milliseconds; step is 0 for drafts that need no model
+    cost(d)  = pass(s (1 + d)) + d * step             milliseconds, s sequences together; step is 0 for drafts without a model
     depth    = the d <= cap with the largest gain(d) / cost(d)
 
 a_k is the share of drafts at depth k that were accepted among those whose predecessors were, as a moving average that starts
@@ -71,14 +71,14 @@ class DepthControl:
             self.shares[depth] += SHARE_WEIGHT * (agreed - self.shares[depth])
         self._num_steps += 1
 
-    def choose(self, prices: PassPrices, limit: int, needs_steps: bool, other_rows: int = 0) -> int:
-        """Depth from 0 to min(cap, limit). other_rows: rows of the pass that belong to others and come anyway."""
+    def choose(self, prices: PassPrices, limit: int, needs_steps: bool, sequences: int = 1) -> int:
+        """Depth from 0 to min(cap, limit). sequences: that share the pass and draft alike."""
         best, best_rate, gain, run = 0, 0.0, 1.0, 1.0
         for depth in range(min(self.cap, limit) + 1):
             if depth:
                 run *= self.shares[depth - 1]
                 gain += run
-            cost = prices.pass_ms(1 + depth + other_rows) + (depth * prices.step_ms if needs_steps else 0.0)
+            cost = prices.pass_ms(sequences * (1 + depth)) + (depth * prices.step_ms if needs_steps else 0.0)
             if gain / cost > best_rate:
                 best, best_rate = depth, gain / cost
         if self._num_steps % EXPLORE == EXPLORE - 1:

@@ -61,7 +61,8 @@ class Drafts:
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         limits = [min(limit, self._cap) for limit in limits]
-        drafts = [self._from_suffix(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+        together = len(sequences)
+        drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
         for sequence, found in zip(sequences, drafts, strict=True):
             self._state(sequence).sources = ["suffix"] * len(found)
         if self._mtp is not None:
@@ -75,23 +76,23 @@ class Drafts:
             sequence.draft_state = DraftState(DepthControl(self._cap), suffix)
         return sequence.draft_state
 
-    def _depth(self, control: DepthControl, limit: int, needs_steps: bool) -> int:
-        return limit if self._fixed else control.choose(self._prices, limit, needs_steps)
+    def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int) -> int:
+        return limit if self._fixed else control.choose(self._prices, limit, needs_steps, together)
 
-    def _from_suffix(self, sequence: Sequence, limit: int) -> list[int]:
+    def _from_suffix(self, sequence: Sequence, limit: int, together: int) -> list[int]:
         if not self._uses_suffix or limit <= 0:
             return []
         index = index_of(sequence)
         if index.match_length < self.min_match:
             return []
-        depth = self._depth(self._state(sequence).suffix, limit, needs_steps=False)
+        depth = self._depth(self._state(sequence).suffix, limit, False, together)
         return index.propose(depth, self.min_match) if depth else []
 
     def _chains(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> None:
         """Fill in chains of the draft layer for the sequences that have no drafts yet."""
         assert self._mtp is not None
         without = [place for place, found in enumerate(drafts) if not found and limits[place] > 0]
-        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], needs_steps=True) for place in without]
+        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], True, len(sequences)) for place in without]
         chains = self._mtp.propose([sequences[place] for place in without], depths)
         for place, chain in zip(without, chains, strict=True):
             sequence = sequences[place]

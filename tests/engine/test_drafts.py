@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from q27app.engine.depth import EXPLORE, DepthControl, PassPrices
 from q27app.engine.loading import EngineConfig, check_config, open_model
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import UsageError
+from q27app.paths import demo_model
 from q27app.weights.synthetic import synthesize
 from tests.engine.toy import Desk, mix
 
@@ -100,6 +103,15 @@ def test_drafts_change_no_bit_over_200_tokens(dense, draft, cap, long_scale):
     assert tell(desk_of(dense, draft, cap), params) == tell(desk_of(dense, "off"), params)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("cap", [1, 4, 8, 15])
+def test_drafts_change_no_bit_of_the_bundled_model(cap, long_scale):
+    count = max(12, round(200 * long_scale))
+    params = {name: replace(one, max_tokens=count) for name, one in PARAMS.items()}
+    demo = demo_model()
+    assert tell(desk_of(demo, "auto", cap), params, False) == tell(desk_of(demo, "off"), params, False)
+
+
 def test_a_chain_is_told_right_whatever_share_of_drafts_is(chain):
     share, path = chain
     desk = desk_of(path, "mtp", cap=4)
@@ -161,6 +173,57 @@ def test_dear_rows_make_shallow_drafts():
     prices.record_pass(1, 4.0)
     prices.record_pass(8, 32.0)
     assert DepthControl(15).choose(prices, 15, needs_steps=False) == 0
+
+
+def test_company_makes_rows_dearer():
+    prices = PassPrices()
+    for rows, ms in ((1, 4.0), (8, 4.4), (9, 9.0), (16, 9.5)):
+        prices.record_pass(rows, ms)
+    prices.record_step(0.2)
+    assert DepthControl(15).choose(prices, 1, True, sequences=8) == 0
+    assert DepthControl(15).choose(prices, 1, True, sequences=4) == 1
+
+
+class WrongDrafter:
+    """Drafts that nobody accepts."""
+
+    needs_mtp = True
+
+    def propose(self, sequences, limits):
+        return [[(7 * sequence.num_computed + place) % 2560 for place in range(min(limit, 5))]
+                for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def observe(self, sequence, num_drafted, num_accepted): ...
+    def passed(self, rows, ms): ...
+
+
+def test_the_state_after_rejected_drafts_is_that_of_never_having_drafted(dense):
+    states = []
+    for drafter in (None, WrongDrafter()):
+        desk = desk_of(dense, "mtp")
+        desk.loaded.drafter = None if drafter is None else drafter
+        desk = Desk(desk.loaded)
+        desk.stepper._runner.warm_mtp = True
+        answer, seen = desk.submit(Request("r", PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))), []
+        while answer.finish is None:
+            desk.stepper.step()
+            if desk.sequences["r"].slot >= 0:
+                seen.append(desk.loaded.state.export_slot(desk.sequences["r"].slot).tobytes())
+        assert answer.last.stats.num_accepted == 0 and (drafter is None) == (answer.last.stats.num_drafted == 0)
+        states.append(seen)
+    assert states[0] == states[1] and len(set(states[0])) > 10
+
+
+def test_a_request_counts_its_drafts_by_source_and_depth(chain):
+    share, path = chain
+    desk = desk_of(path, "mtp", cap=3)
+    answer = desk.submit(Request("counted", (100, 101, 102), SamplingParams(max_tokens=60)))
+    desk.run()
+    (count,), stats = answer.last.stats.drafts, answer.last.stats
+    assert count.source == "mtp" and len(count.drafted) == 3 == len(count.accepted)
+    assert sum(count.drafted) == stats.num_drafted and sum(count.accepted) == stats.num_accepted
+    if share == 1.0:
+        assert count.accepted == count.drafted
 
 
 def test_a_rejected_drafter_is_tried_again_now_and_then():
