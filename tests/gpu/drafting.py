@@ -112,7 +112,7 @@ def widths(table: Table) -> None:
     loaded, model, backend = table.loaded, table.loaded.model, table.loaded.model.backend
     blocks = [list(range(16))]
 
-    def timed(run, times: int = 24) -> float:
+    def timed(run, times: int = 16) -> float:
         taken = []
         for _ in range(times):
             started = time.perf_counter()
@@ -162,9 +162,9 @@ def speeds(table: Table) -> None:
         return (f"{told.speed:.1f} tok/s, {len(told.tokens) / max(1, stats.num_steps):.2f} a step, "
                 f"{1e3 * (told.times[-1] - told.times[0]) / max(1, stats.num_steps - 1):.2f} ms a step")
 
-    attempt("no drafts, greedy", lambda: tell(None, 256))
-    attempt("no drafts, sampled", lambda: tell(None, 256, SAMPLED))
-    for cap in (3, 5, 7, 9, 15):
+    attempt("no drafts, greedy", lambda: tell(None, 160))
+    attempt("no drafts, sampled", lambda: tell(None, 160, SAMPLED))
+    for cap in (3, 5, 7, 9):
         attempt(f"depth {cap}, greedy", lambda cap=cap: tell(table.fixed(cap), 512))
     attempt("depth 7, sampled", lambda: tell(table.fixed(7), 512, SAMPLED))
     attempt("measured depth, greedy", lambda: tell(table.drafter, 1024))
@@ -182,7 +182,7 @@ def streams(table: Table) -> None:
         for count in (1, 2, 4, 8, 16):
             def run(count=count, drafter=drafter) -> str:
                 speed = 0.0
-                for tokens in (48, 192):
+                for tokens in (32, 128):
                     table.start(drafter)
                     told = [table.ask(successors(1000 + 5000 * i, 64, vocab), tokens, cache=False) for i in range(count)]
                     table.run()
