@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("q27app.cli_models:import_model", "Take a .q27, GGUF or safetensors folder into the models folder."),
     "show": ("q27app.cli_models:show", "Show a model: tier, size, and whether it fits this card."),
     "rm": ("q27app.cli_models:rm", "Delete a model of the models folder."),
+    "load": ("q27app.cli_residence:load", "Have the daemon load its model."),
+    "unload": ("q27app.cli_residence:unload", "Have the daemon give its model's memory back."),
     "setup": ("q27app.cli_wizard:setup", "Set up card, model, window, service and key, with reasons."),
     "service": ("q27app.cli_service:service", "Run the daemon as a systemd user service."),
     "bench": ("q27app.cli_bench:bench", "Measure the model's answers."),

@@ -103,7 +103,8 @@ def show(name: str, as_json: bool) -> None:
     from q27app.gpu import read_gpus
     from q27app.paths import resolve_model
     from q27app.setup.checkpoints import checkpoint_of
-    from q27app.setup.machine import choose_card, read_machine
+    from q27app.gpu import choose_card
+    from q27app.setup.machine import read_machine
     from q27app.setup.plan import Wishes, make_plan
 
     path = resolve_model(name)

@@ -54,14 +54,15 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
     from q27app.config import load_config
     from q27app.daemon.serve import serve as serve_daemon
 
-    return serve_daemon(load_config({
+    flags = {
         "model.path": model, "server.host": host, "server.port": port, "model.backend": backend, "model.context": ctx,
         "model.slots": slots, "model.kv": kv, "model.embed": embed, "sampling.preset": preset,
         "model.fast_head": fast_head, "sampling.temperature": temp, "sampling.top_p": top_p,
         "sampling.top_k": top_k, "sampling.min_p": min_p,
         "reasoning.default": None if think is None else "on" if think else "off", "reasoning.budget": think_budget,
         "reasoning.request_thinking": request_think, "server.api_keys": api_key or None,
-        "server.api_key_file": api_key_file, "server.capture": capture, "kernels.verify_weights": verify_weights, "cache.directory": prefix_cache}))
+        "server.api_key_file": api_key_file, "server.capture": capture, "kernels.verify_weights": verify_weights, "cache.directory": prefix_cache}
+    return serve_daemon(load_config(flags), None, lambda: load_config(flags))
 
 
 @click.command()

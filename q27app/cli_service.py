@@ -57,6 +57,37 @@ for _name in ("start", "stop", "restart"):
 
 @service.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def reload(as_json: bool) -> int:
+    """Have the running daemon read its configuration again.
+
+    No stream is dropped. Says which keys count now, which exchanged the model, and which need a restart.
+    """
+    import asyncio
+    from typing import Any
+
+    from q27app.cli_tui import _where
+    from q27app.client import Client
+    from q27app.errors import EXIT_OK, EXIT_USAGE
+
+    url, key = _where(None, None)
+
+    async def ask() -> dict[str, Any]:
+        async with Client(url, key) as client:
+            return await client.reload()
+
+    result = asyncio.run(ask())
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        for kind, words in (("live", "count now"), ("model", "exchanged the model"), ("refused", "need a restart")):
+            if result[kind]:
+                click.echo(f"{words}: {', '.join(result[kind])}")
+        click.echo(f"error: {result['error']}" if result["error"] else "Reloaded.", err=bool(result["error"]))
+    return EXIT_USAGE if result["error"] else EXIT_OK
+
+
+@service.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(as_json: bool) -> None:
     """Show what systemd knows."""
     from q27app.setup.service import describe

@@ -53,7 +53,8 @@ def plan(gpu: str | None, vram: float | None, arch: str | None, model: str | Non
 def _machine(gpu: str | None, vram: float | None, arch: str | None) -> Machine:
     """The card of this machine, a known one, or one made of figures. Raises UsageError or GpuError."""
     from q27app.setup.cards import GIB, find_card, parse_arch
-    from q27app.setup.machine import choose_card, read_machine
+    from q27app.gpu import choose_card
+    from q27app.setup.machine import read_machine
     from q27app.setup.plan import Machine
 
     if vram is not None and arch is not None and gpu is None:

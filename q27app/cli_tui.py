@@ -98,7 +98,8 @@ def _run_screens(url: str, key: str, config: Config | None, is_ascii: bool, use_
 async def _hosting(config: Config) -> AsyncIterator[str]:
     """A daemon on the running loop; its log goes into a file, because the terminal is taken. Gives the address."""
     from q27app.daemon.access import check_exposure, load_keys
-    from q27app.daemon.serve import hosting, open_parts
+    from q27app.daemon.parts import open_parts
+    from q27app.daemon.serve import hosting
 
     check_exposure(config, load_keys(config))
     _log_into_file()

@@ -94,6 +94,10 @@ class Client:
         """Unload the model."""
         return await self._object("POST", "/admin/unload", {"wait": wait}, is_patient=True)
 
+    async def reload(self) -> dict[str, Any]:
+        """Have the configuration read again: keys that are "live", of the "model", "refused", and "error"."""
+        return await self._object("POST", "/admin/reload", {}, is_patient=True)
+
     async def cancel(self, request_id: str) -> None:
         """End a request. Raises NotFound."""
         await self._object("POST", f"/admin/cancel/{quote(request_id, safe='')}", {})

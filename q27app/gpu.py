@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from q27app.errors import UsageError
+
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _DEVICE_FOLDER = Path("/dev")
 
@@ -121,6 +123,47 @@ def read_host() -> HostInfo:
                         psutil.Process().memory_info().rss)
     except Exception:  # psutil raises its own kinds and OSErrors on restricted /proc; a snapshot is never worth an error
         return HostInfo(os.cpu_count() or 1, None, None, None, None)
+
+
+def choose_card(wish: str | None, cards: tuple[GpuInfo, ...] | None = None) -> GpuInfo | None:
+    """The card that `wish` names: UUID or its beginning, PCI address, index, or part of a name. None without any, or if
+    none is named so. Without a wish the card with the most memory. Raises UsageError if several could be meant."""
+    cards = read_gpus() if cards is None else cards
+    if not cards or wish is None:
+        return max(cards, key=lambda card: card.memory_total or 0, default=None)
+    text = wish.strip().lower()
+    for name in (lambda card: card.uuid, lambda card: card.pci_bus_id, lambda card: str(card.index)):
+        exact = [card for card in cards if name(card).lower() == text]
+        if exact:
+            return exact[0]
+    words = text.split()
+    found = [card for card in cards if (len(text) >= 8 and card.uuid.lower().startswith(text))
+             or all(word in card.name.lower() for word in words)]
+    if len(found) > 1:
+        names = ", ".join(f"{card.uuid} ({card.name}, {card.pci_bus_id})" for card in found)
+        raise UsageError(f"the card {wish[:60]!r} could be {len(found)} cards.", f"Give a UUID: {names}.")
+    return found[0] if found else None
+
+
+def show_only(wish: str) -> None:
+    """Before CUDA starts: let this process see the wished card alone, by its UUID, so that it is CUDA's device 0 whatever either
+    side's order is. "auto" with one card, or where CUDA_VISIBLE_DEVICES chose already, leaves things alone. Raises GpuError for
+    a card that is not there, UsageError for a wish that could be several."""
+    from q27app.config import set_process_variable, variable
+    from q27app.errors import GpuError
+
+    set_process_variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    cards = read_gpus()
+    if wish == "auto" and (len(cards) < 2 or variable("CUDA_VISIBLE_DEVICES")):
+        return
+    if wish.startswith("MIG-"):  # NVML lists whole cards only
+        set_process_variable("CUDA_VISIBLE_DEVICES", wish)
+        return
+    card = choose_card(None if wish == "auto" else wish, cards)
+    if card is None or not card.uuid:
+        names = ", ".join(f"{each.uuid} ({each.name})" for each in cards) or "none"
+        raise GpuError(f"model.gpu is {wish[:80]!r}, and no card is named so.", f"Cards: {names}. q27app setup chooses one.")
+    set_process_variable("CUDA_VISIBLE_DEVICES", card.uuid)
 
 
 def _with_nvml(read: Callable[[Any], Any], absent: Any) -> Any:

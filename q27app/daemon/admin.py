@@ -62,15 +62,15 @@ async def _verified(daemon: Daemon) -> dict[str, Any]:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """GET /ready: 200 only if the model answers now."""
+    """GET /ready: 200 only if the model answers now, or after the load that the next request starts (is_asleep)."""
     daemon = request.app[DAEMON]
     status = daemon.engine.status()
     reason = daemon.trouble()
     if not reason and daemon.is_draining:
         reason = "the daemon is shutting down."
-    if not reason and status.state != "ready":
+    if not reason and status.state != "ready" and not daemon.residence.is_asleep:
         reason = f"the model is {status.state}."
-    body = {"ready": not reason, "state": status.state, "load_progress": status.load_progress}
+    body = {"ready": not reason, "state": status.state, "load_progress": status.load_progress, "is_asleep": daemon.residence.is_asleep}
     return json_response({**body, "reason": reason} if reason else body, 503 if reason else 200)
 
 
@@ -84,6 +84,8 @@ async def status(request: web.Request) -> web.Response:
             "model": daemon.model_id,
             "uptime_s": round(time.time() - daemon.started_at, 3),
             "is_draining": daemon.is_draining,
+            "is_asleep": daemon.residence.is_asleep,
+            "last_reload": None if daemon.last_reload is None else daemon.last_reload.to_dict(),
             "max_context": daemon.engine.max_context,
             "requests": [record.to_dict() for record in daemon.active.values()],
             "engine": daemon.engine.status().to_dict(),
@@ -116,12 +118,23 @@ async def _change(request: web.Request, what: str) -> web.Response:
     body = await _body(request)
     if daemon.is_draining:
         raise Overloaded("the daemon is shutting down.")
-    future: Future[Any] = daemon.engine.load() if what == "load" else daemon.engine.unload()
+    future: Future[Any] = daemon.residence.order(what)
     if body.get("wait") is True:
         await asyncio.shield(asyncio.wrap_future(future))
         return json_response({"state": daemon.engine.status().state})
     future.add_done_callback(lambda done: _report(what, done))
     return json_response({"state": daemon.engine.status().state}, 202)
+
+
+async def reload(request: web.Request) -> web.Response:
+    """POST /admin/reload: read the configuration again; what counts now, what exchanged the model, what was refused."""
+    from q27app.daemon.reload import reload_config
+
+    await _body(request)
+    daemon = request.app[DAEMON]
+    if daemon.is_draining:
+        raise Overloaded("the daemon is shutting down.")
+    return json_response((await reload_config(daemon)).to_dict())
 
 
 def _report(what: str, done: Future[Any]) -> None:

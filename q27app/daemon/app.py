@@ -26,12 +26,10 @@ from q27app.daemon import (
     text_routes,
 )
 from q27app.daemon.access import (
-    Keys,
     check_browser,
     check_key,
     check_media_type,
     describe_client,
-    load_keys,
     read_object,
 )
 from q27app.daemon.answer import collect
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from q27app.engine.engine import Engine
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-KEYS = web.AppKey("keys", Keys)
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: Config) -> web.Application:
@@ -60,7 +57,6 @@ def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: C
     limit = config.server.body_limit_mb << 20
     app = web.Application(client_max_size=limit, middlewares=[_middleware])
     app[DAEMON] = Daemon(engine, tokenizer, template, config)
-    app[KEYS] = load_keys(config)
     for prefix in ("/v1", "/v1/v1"):
         app.router.add_post(f"{prefix}/chat/completions", _answering(openai_chat))
         app.router.add_post(f"{prefix}/completions", _answering(openai_completions))
@@ -84,8 +80,10 @@ def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: C
     app.router.add_post("/apply-template", text_routes.apply_template)
     app.router.add_post("/admin/load", admin.load)
     app.router.add_post("/admin/unload", admin.unload)
+    app.router.add_post("/admin/reload", admin.reload)
     app.router.add_post("/admin/cancel/{id}", admin.cancel)
     app.cleanup_ctx.append(_listening_to_logs)
+    app.cleanup_ctx.append(_watching_for_idleness)
     app.on_shutdown.append(_end_listeners)
     return app
 
@@ -114,6 +112,13 @@ async def _listening_to_logs(app: web.Application):
     daemon.executor.shutdown(wait=False, cancel_futures=True)
 
 
+async def _watching_for_idleness(app: web.Application):
+    watch = asyncio.create_task(app[DAEMON].residence.watch())
+    yield
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+
+
 async def _end_listeners(app: web.Application) -> None:
     app[DAEMON].hub.close()
 
@@ -126,7 +131,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     dialect = dialect_of(request.path)
     try:
         check_browser(request, daemon.config)
-        check_key(request, request.app[KEYS])
+        check_key(request, daemon.keys)
         check_media_type(request)
         response = await handler(request)
     except Exception as error:

@@ -6,12 +6,14 @@ immutable and may be used from the executor too.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,9 @@ from aiohttp import web
 from q27app.daemon.capture import Capture
 from q27app.daemon.hub import Hub
 from q27app.daemon.inbox import Bell
+from q27app.daemon.access import load_keys
 from q27app.daemon.machine import Machine
+from q27app.daemon.residence import Residence
 from q27app.daemon.turns import Turns
 from q27app.errors import Overloaded
 from q27app.metrics import Metrics
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from q27app.chat.template import Template
     from q27app.chat.tokenizer import Tokenizer
     from q27app.config import Config
+    from q27app.daemon.reload import Reloaded
     from q27app.engine.engine import Engine
     from q27app.engine.request import RequestStats
 
@@ -57,7 +62,7 @@ class RequestRecord:
     received_at: float
     model: str = ""
     phase: str = "reading"
-    """reading | rendering | queued | prefill | decode"""
+    """reading | waiting (for the model) | rendering | queued | prefill | decode"""
     num_prompt: int = 0
     num_cached: int = 0
     num_prefilled: int = 0
@@ -138,6 +143,12 @@ class Daemon:
         self._counter = itertools.count(1)
         self._lock = threading.Lock()
         self.turns = Turns(self)
+        self.residence = Residence(self)
+        self.keys = load_keys(config)
+        self.reread: Callable[[], Config] | None = None
+        """Gives the configuration as it stands now, for a reload."""
+        self.reloading = asyncio.Lock()
+        self.last_reload: Reloaded | None = None
         self._constraints: tuple[int, Constraints] | None = None
         self._bell: Bell | None = None
 
@@ -156,6 +167,11 @@ class Daemon:
             if self._constraints is None or self._constraints[0] != size:
                 self._constraints = (size, Constraints(self.tokenizer, size))
             return self._constraints[1]
+
+    def install(self, config: Config, tokenizer: Tokenizer, template: Template) -> None:
+        """Another model, with its configuration and texts. Nobody is in the engine."""
+        self.config, self.tokenizer, self.template = config, tokenizer, template
+        self.turns, self._constraints = Turns(self), None
 
     @property
     def model_id(self) -> str:
@@ -189,6 +205,7 @@ class Daemon:
     def end(self, record: RequestRecord) -> None:
         """Close the record: metrics, one log line, one event, and its file where requests are captured."""
         del self.active[record.id]
+        self.residence.touch()
         self._count(record)
         fields = record.to_dict() | _ending(record.stats)
         if self.capture is not None:

@@ -95,6 +95,7 @@ ROUTES = (
     Route("get", "/admin/events", "What happens, as events", "text/event-stream"),
     Route("post", "/admin/load", "Load the model", ("state",), {"wait": FLAG}, (), {"wait": True}),
     Route("post", "/admin/unload", "Unload the model", ("state",), {"wait": FLAG}, (), {"wait": True}),
+    Route("post", "/admin/reload", "Read the configuration again", ("live", "model", "refused", "error")),
     Route("post", "/admin/cancel/{id}", "End a request", ("id", "cancelled"), {}, names=("id",)),
 )
 

@@ -133,6 +133,8 @@ def check_length(daemon: Daemon, num_tokens: int) -> int:
 
 async def prepare(daemon: Daemon, chat: ChatRequest, record: RequestRecord) -> list[Choice]:
     """Everything before the submit, for each answer that is asked for. Raises what refuses the request."""
+    record.phase = "waiting"
+    await daemon.residence.wanted()
     record.phase = "rendering"
     prompts = [await _rendered(daemon, each) for each in _by_prompt(chat)]
     record.num_prompt = sum(len(prompt.tokens) for prompt in prompts)

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from q27app.chat.template import Template
     from q27app.chat.tokenizer import Tokenizer
     from q27app.config import Config
+    from q27app.daemon.daemon import Daemon
     from q27app.engine.engine import Engine
 
 log = logging.getLogger("q27app.daemon")
@@ -39,16 +41,19 @@ CANCEL_GRACE_S = 2.0
 """Time that cancelled answers get to tell their clients."""
 
 Announce = Callable[[str], None]
+Reread = Callable[[], "Config"]
 
 
-def serve(config: Config, announce: Announce | None = None) -> int:
+def serve(config: Config, announce: Announce | None = None, reread: Reread | None = None) -> int:
     """Run until a signal. Returns the exit code; raises Q27Error for what cannot be used.
 
-    announce: gets the base URL once the daemon listens; default: a log line.
+    announce: gets the base URL once the daemon listens; default: a log line. reread: the configuration as it stands then, for
+    SIGHUP.
     """
     from q27app.config import notify_socket
     from q27app.daemon.access import check_exposure, load_keys
     from q27app.daemon.logs import open_log
+    from q27app.daemon.parts import open_parts
 
     open_log(config.log)
     keys = load_keys(config)
@@ -59,7 +64,7 @@ def serve(config: Config, announce: Announce | None = None) -> int:
         log.warning("no API key is set and server.allow_open_bind is on: whoever reaches this address may use it")
     engine, tokenizer, template = open_parts(config)
     announce = announce or (_print_banner if config.log.format == "text" else None)
-    return asyncio.run(run(engine, tokenizer, template, config, announce, Notifier(notify_socket())))
+    return asyncio.run(run(engine, tokenizer, template, config, announce, Notifier(notify_socket()), reread))
 
 
 def calm() -> None:
@@ -72,46 +77,6 @@ def calm() -> None:
 
 def _print_banner(address: str) -> None:
     print(f"q27app listens on {address}", file=sys.stderr, flush=True)
-
-
-def open_parts(config: Config) -> tuple[Engine, Tokenizer, Template]:
-    """Engine (not started), tokenizer and template of the configured model. Raises Q27Error."""
-    from q27app.chat.template import open_template
-    from q27app.daemon.tokenizer_file import open_tokenizer, read_metadata
-    from q27app.engine.engine import Engine, EngineConfig
-    from q27app.paths import resolve_model
-
-    path = resolve_model(config.model.path)
-    metadata = read_metadata(path)
-    tokenizer = open_tokenizer(path, config.model.tokenizer, metadata)
-    template = open_template(metadata, tokenizer, config.model.template)
-    model, server = config.model, config.server
-    engine = Engine(
-        EngineConfig(
-            model=path,
-            backend=model.backend,
-            context=_number(model.context),
-            slots=_number(model.slots),
-            kv_format=model.kv,
-            embed=model.embed,
-            draft=model.draft,
-            max_draft=model.max_draft,
-            fast_head=model.fast_head,
-            max_queue=server.max_queue,
-            prefill_chunk=_number(config.engine.prefill_chunk),
-            nvcc=config.kernels.nvcc or None,
-            verify_weights=config.kernels.verify_weights,
-            cache=config.cache.enabled,
-            cache_host_bytes=None if config.cache.host_mb == "auto" else int(config.cache.host_mb) << 20,
-            cache_dir=config.cache.directory or None,
-            cache_disk_bytes=config.cache.disk_gb * 10**9,
-        )
-    )
-    return engine, tokenizer, template
-
-
-def _number(value: int | str) -> int | None:
-    return None if value == "auto" else int(value)
 
 
 class Notifier:
@@ -164,16 +129,21 @@ async def run(
     config: Config,
     announce: Announce | None = None,
     notifier: Notifier | None = None,
+    reread: Reread | None = None,
 ) -> int:
     """Bind, start the engine, serve until a signal or the engine's death, drain. Returns the exit code.
 
     Raises AddressInUse, or the error for which the engine could not load the model.
     """
+    from q27app.daemon.daemon import DAEMON
+
     notifier = notifier or Notifier()
     stop = _Signals()
+    reloads: set[asyncio.Task[None]] = set()
     try:
         async with hosting(engine, tokenizer, template, config) as (address, app):
-            stop.install()
+            app[DAEMON].reread = reread
+            stop.install(lambda: reloads.add(asyncio.create_task(_reload(app[DAEMON], notifier))))
             (announce or _announce_in_log)(address)
             code = await _until_stopped(engine, stop, notifier)
             await _drain(app, stop, config.server.drain_timeout_s, notifier)
@@ -216,12 +186,14 @@ class _Signals:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
-    def install(self) -> None:
+    def install(self, reload: Callable[[], None]) -> None:
+        """reload: called at each SIGHUP."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
     def remove(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _receive(self, number: int) -> None:
@@ -262,6 +234,15 @@ async def _until_stopped(engine: Engine, stop: _Signals, notifier: Notifier) -> 
             notifier.tell(WATCHDOG="1")
         await _sleep_until(stop.asked, POLL_S)
     return EXIT_ENGINE_DIED if has_died else EXIT_OK
+
+
+async def _reload(daemon: Daemon, notifier: Notifier) -> None:
+    """SIGHUP: tell the supervisor, read the configuration again, tell it that all is well, whatever came of it."""
+    from q27app.daemon.reload import reload_config
+
+    notifier.tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000), STATUS="reading the configuration again")
+    result = await reload_config(daemon)
+    notifier.tell(READY="1", STATUS=f"not reloaded: {result.error[:200]}" if result.error else "ready")
 
 
 def _error_of(status: Any) -> Q27Error:

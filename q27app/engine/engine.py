@@ -125,6 +125,12 @@ class Engine:
             if 0 < len(tokens) <= loaded.plan.max_context and 0 <= min(tokens) and max(tokens) < loaded.vocab_size:
                 self._inbox.put(("settle", (tuple(tokens), system_len)))
 
+    def reconfigure(self, config: EngineConfig) -> None:
+        """What the next load opens; max_queue counts at once. Raises UsageError."""
+        check_config(config)
+        with self._lock:
+            self.config = config
+
     def load(self) -> Future:
         """Make the engine ready, also after `drain`. The future ends when it is, or with what went wrong."""
         return self._order("load")
@@ -287,6 +293,8 @@ class Engine:
     def _load(self, future: Future) -> None:
         try:
             if self._loaded is None:
+                with self._lock:
+                    self._state = "loading"
                 self._install(self._open_model(self.config, self._report))
         except _Closing:
             future.set_exception(EngineDied("the engine was closed while it loaded."))
@@ -300,6 +308,7 @@ class Engine:
         with self._lock:
             self._state = "ready" if self._last_order == "load" else "draining"
             self._progress, self._error, self._was_ready = 1.0, None, True
+        self._meter.count_load()
         future.set_result(None)
 
     def _verify(self, future: Future) -> None:

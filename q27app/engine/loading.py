@@ -45,6 +45,8 @@ class EngineConfig:
     model: str | Path = ""
     backend: str = "auto"
     """"numpy", "cuda"; auto: CUDA if there is an NVIDIA device, else NumPy."""
+    gpu: str = "auto"
+    """Which card: UUID, PCI address, index or part of a name; auto: the one with the most memory."""
     context: int | None = None
     """Window of a request, tokens; None = as much as fits, at most what the model was trained for."""
     slots: int | None = None
@@ -139,7 +141,7 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
     from q27app.model.config import ModelConfig
     from q27app.weights.container import open_container
 
-    backend = open_backend(config.backend, config.nvcc)
+    backend = open_backend(config.backend, config.nvcc, config.gpu)
     try:
         with open_container(config.model) as container:
             shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}

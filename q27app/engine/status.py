@@ -28,6 +28,7 @@ class Counters:
     errors: int = 0
     cancels: int = 0
     refusals: int = 0
+    loads: int = 0
 
 
 class Rate:
@@ -99,6 +100,10 @@ class Meter:
         with self._lock:
             self._counters.requests += not is_refused
             self._counters.refusals += is_refused
+
+    def count_load(self) -> None:
+        with self._lock:
+            self._counters.loads += 1
 
     def count_pass(self, is_prefill: bool, num_rows: int) -> None:
         with self._lock:

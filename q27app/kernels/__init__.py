@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 BACKEND_NAMES = ("auto", "cuda", "numpy")
 
 
-def open_backend(name: str = "auto", nvcc: str | None = None) -> Backend:
+def open_backend(name: str = "auto", nvcc: str | None = None, gpu: str = "auto") -> Backend:
     """Open a backend. "auto" is CUDA if this machine has an NVIDIA device, else NumPy. nvcc: the CUDA compiler, None = looked for.
+    gpu: which card, as model.gpu says; the process sees no other from then on.
 
     Raises GpuError if a device is there, or was asked for, and cannot be used: never NumPy in its place. UsageError for an
     unknown name."""
@@ -32,9 +33,11 @@ def open_backend(name: str = "auto", nvcc: str | None = None) -> Backend:
         name = "cuda" if nvidia_device_exists() else "numpy"
     if name == "cuda":
         from q27app.config import played_card
+        from q27app.gpu import show_only
         from q27app.kernels.cuda_backend import CudaBackend
         from q27app.paths import cache_dir
 
+        show_only(gpu)
         force_arch, memory_cap = played_card()
         return CudaBackend.open(cache_dir() / "kernels", nvcc=nvcc, force_arch=force_arch, memory_cap=memory_cap)
     from q27app.kernels.numpy_backend import NumpyBackend

@@ -90,7 +90,7 @@ def config() -> Config:
     base = Config()
     return replace(
         base,
-        server=replace(base.server, port=0, ping_interval_s=0.1, drain_timeout_s=2.0),
+        server=replace(base.server, port=0, ping_interval_s=0.1, drain_timeout_s=2.0, load_wait_s=0.1),
         model=replace(base.model, path="/models/tiny-1.q27"),
     )
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from q27app.engine.loading import EngineConfig
 from q27app.engine.request import FinishReason, Request, RequestStats, TokenEvent, TokenLogprobs
 from q27app.errors import BadRequest, EngineDied, Overloaded, Q27Error
 
@@ -51,6 +52,7 @@ class ScriptedEngine:
         self.tokenizer, self.script, self.prefill_s, self.max_context = tokenizer, script, prefill_s, max_context
         self.slots, self.max_queue = slots, max_queue
         self.state = ScriptedStatus()
+        self.config = EngineConfig()
         self.requests: list[Request] = []
         self.settled: list[tuple[tuple[int, ...], int]] = []
         self.cancels: list[str] = []
@@ -93,6 +95,9 @@ class ScriptedEngine:
         else:
             future.set_result(self.verifies)
         return future
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        self.config = config
 
     def load(self) -> Future:
         return self._become("ready")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from q27app.chat.template import open_template
-from q27app.daemon.serve import hosting, open_parts
+from q27app.daemon.parts import open_parts
+from q27app.daemon.serve import hosting
 
 from .agent_script import Agent
 from .real_clients import claude_environment, install, run

@@ -9,7 +9,8 @@ from dataclasses import replace
 import anthropic
 import pytest
 
-from q27app.daemon.serve import hosting, open_parts
+from q27app.daemon.parts import open_parts
+from q27app.daemon.serve import hosting
 
 TOOL = {"name": "get_weather", "description": "Current weather of a city",
         "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from q27app.daemon.serve import open_parts, run
+from q27app.daemon.parts import open_parts
+from q27app.daemon.serve import run
 from q27app.weights.synthetic import synthesize
 
 anthropic = pytest.importorskip("anthropic", reason="the anthropic SDK is in the dev extra")

@@ -18,7 +18,7 @@ from q27app.model.budget import kv_formats_for
 from q27app.setup import plan as planning
 from q27app.setup.cards import CARDS, GIB, bandwidth_of, find_card, parse_arch
 from q27app.setup.checkpoints import FAMILY, checkpoint_of, family_checkpoint, good_tiers
-from q27app.setup.machine import choose_card
+from q27app.gpu import choose_card
 from q27app.setup.plan import Machine, TooSmall, User, Wishes, make_plan, reserve_of
 from q27app.setup.plan_text import plan_dict, plan_text, table_line
 
