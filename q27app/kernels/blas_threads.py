@@ -8,6 +8,7 @@ slower than on one thread. So a core is left to the others.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 MAX_THREADS = 16
@@ -29,6 +30,14 @@ def leave_a_core() -> int | None:
     return threads
 
 
+def use_threads(count: int) -> None:
+    """Let OpenBLAS use `count` threads from now on; nothing with another BLAS."""
+    write = _function("set_num_threads")
+    if write is not None:
+        write(ctypes.c_int(count))
+
+
+@cache
 def _function(name: str) -> Any:
     """The library's function as it is spelled in this build of NumPy, or None."""
     try:

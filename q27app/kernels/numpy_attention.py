@@ -14,6 +14,7 @@ import numpy as np
 
 from q27app.kernels.numpy_pass import TILE, Pass, Tile
 from q27app.kernels.numpy_state import NumpyState, Pages
+from q27app.kernels.numpy_workers import share
 
 TILE_KEYS = 1024
 """Positions of keys for a tile of rows: scores of 6 heads, 1.5 MiB, stay in a core's second-level cache."""
@@ -39,11 +40,21 @@ def attend_pass(work: Pass, q: np.ndarray, kv_index: int, first_position: int, o
                 out[row, mine] = attend_row(work.state, kv_index, g, pages, first_position, stop, q[row, mine])
             continue
         for tile in work.tiles:
-            stacked = np.ascontiguousarray(tile.padded(q[:, mine]).transpose(1, 0, 2)).reshape(repeat * TILE, dim)
-            pieces = _tile_pieces(work.state, kv_index, g, work.pages(tile.seq), tile, first_position)
-            attended = softmax_merge(stacked, pieces).reshape(repeat, TILE, dim)
-            out[tile.rows, mine] = attended[:, tile.places].transpose(1, 0, 2)
+            work.pages(tile.seq)
+        share(lambda index, g=g, mine=mine: _attend_tile(work, work.tiles[index], q[:, mine], kv_index, g, first_position,
+                                                         out[:, mine]), len(work.tiles))
     out[...] = work.state.format.value.turn_back(out)
+
+
+def _attend_tile(
+    work: Pass, tile: Tile, q: np.ndarray, kv_index: int, head: int, first_position: int, out: np.ndarray
+) -> None:
+    """out [rows, r, D] of the tile's rows, q [rows, r, D]: the heads of one KV head."""
+    _, repeat, dim = q.shape
+    stacked = np.ascontiguousarray(tile.padded(q).transpose(1, 0, 2)).reshape(repeat * TILE, dim)
+    pieces = _tile_pieces(work.state, kv_index, head, work.pages(tile.seq), tile, first_position)
+    attended = softmax_merge(stacked, pieces).reshape(repeat, TILE, dim)
+    out[tile.rows] = attended[:, tile.places].transpose(1, 0, 2)
 
 
 def attend_row(

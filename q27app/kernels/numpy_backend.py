@@ -18,13 +18,14 @@ from q27app.gpu import read_host
 from q27app.kernels import reference
 from q27app.kernels.backend import LayerGeometry, Replay
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
-from q27app.kernels.blas_threads import leave_a_core
+from q27app.kernels.blas_threads import leave_a_core, use_threads
 from q27app.kernels.graph import Rerun
 from q27app.kernels.numpy_attention import attend_pass
 from q27app.kernels.numpy_delta import delta_block
 from q27app.kernels.numpy_linear import multiply, multiply_rows
 from q27app.kernels.numpy_pass import TILE, Pass, begin_pass
 from q27app.kernels.numpy_state import DeferredRows, NumpyState
+from q27app.kernels.numpy_workers import share
 from q27app.kernels.reference_draft import DraftChain
 from q27app.kernels.reference_sample import count_accepted, sample_rows
 
@@ -71,7 +72,7 @@ class NumpyBackend:
     name = "numpy"
 
     def __init__(self) -> None:
-        leave_a_core()
+        self._blas_threads = leave_a_core() or 1
         self._pass: Pass | None = None
         self._loaded: list[NumpyWeight] = []
         self._buffer_bytes = 0
@@ -149,6 +150,8 @@ class NumpyBackend:
 
     def begin(self, batch: Batch, state: NumpyState) -> None:
         self._pass = begin_pass(batch, state)
+        if self._blas_threads > 1:
+            use_threads(1 if self._pass.tiles is not None else self._blas_threads)  # tiles are shared among threads
         if batch.deferred:
             state.deferred = DeferredRows(batch, {}, {})
 
@@ -339,11 +342,21 @@ class NumpyBackend:
             raise Q27Error(f"norm {norm.name} is {list(norm.shape)}, expected [{weight.shape[1]}].")
 
     def _delta_tiles(self, seq: int, state: np.ndarray, start: int, inputs, outputs: np.ndarray) -> None:
-        """Whole blocks; outputs [rows of the batch, Nv, Dv], inputs of sequence `seq` whose rows begin at `start`."""
-        for tile in self._work.tiles or ():
-            if tile.seq == seq:
-                mine = [_place(part[tile.start - start:tile.stop - start], tile.first) for part in inputs]
-                outputs[tile.rows] = delta_block(state, *mine)[tile.places]
+        """Whole blocks; outputs [rows of the batch, Nv, Dv], inputs of sequence `seq` whose rows begin at `start`.
+
+        A key head and the value heads that read it, i with i % Nk the key head, depend on no other."""
+        q, k, v, beta, g = inputs
+        key_heads = k.shape[1]
+        tiles = [tile for tile in self._work.tiles or () if tile.seq == seq]
+
+        def run(head: int) -> None:
+            mine = slice(head, None, key_heads)
+            parts = (q[:, head:head + 1], k[:, head:head + 1], v[:, mine], beta[:, mine], g[:, mine])
+            for tile in tiles:
+                placed = [_place(part[tile.start - start:tile.stop - start], tile.first) for part in parts]
+                outputs[tile.rows, mine] = delta_block(state[mine], *placed)[tile.places]
+
+        share(run, key_heads)
 
 
 def _place(part: np.ndarray, first: int) -> np.ndarray:

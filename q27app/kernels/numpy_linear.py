@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from q27app.kernels.numpy_pass import Pass, Tile
+from q27app.kernels.numpy_workers import share
 
 PANEL_FLOATS = 1 << 18
 """Weights of a panel, 1 MiB: half of a core's second-level cache."""
@@ -24,8 +25,11 @@ def multiply(work: Pass, x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> 
 
 def multiply_tiles(tiles: list[Tile], x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
     """Tile by tile at full size. The weight stands first in the product: BLAS copies it faster that way."""
-    for tile in tiles:
-        out[tile.rows] = (weight @ tile.padded(x).T).T[tile.places]
+    share(lambda index: _multiply_tile(tiles[index], x, weight, out), len(tiles))
+
+
+def _multiply_tile(tile: Tile, x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
+    out[tile.rows] = (weight @ tile.padded(x).T).T[tile.places]
 
 
 def multiply_rows(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
