@@ -18,6 +18,8 @@ from q27app.errors import EXIT_OK, Q27Error, Unreachable, UsageError
 if TYPE_CHECKING:
     from q27app.client import Client
     from q27app.config import Config
+    from q27app.setup.checkpoints import Checkpoint
+    from q27app.setup.wizard import Trial, Wizard
     from q27app.tui.talk import Answer
 
 CHAT_HELP = '/new begins again, /system TEXT sets a system prompt, /quit leaves. """ begins and ends a text of many lines.'
@@ -85,13 +87,20 @@ def _run_screens(url: str, key: str, config: Config | None, is_ascii: bool, use_
 
     is_ascii = is_ascii or "utf" not in (sys.stdout.encoding or "").lower()
     starter = None if config is None else lambda: _hosting(config)
-    app = Q27App(url, key, starter, is_ascii=is_ascii, in_tmux=bool(variable("TMUX")))
+    app = Q27App(url, key, starter, is_ascii=is_ascii, in_tmux=bool(variable("TMUX")), carry_out=_carry_out)
     app.run(mouse=use_mouse)
     if app.crash is None:
         return EXIT_OK
     from q27app.cli import report_crash
 
     return report_crash(app.crash)
+
+
+def _carry_out(wizard: Wizard) -> Checkpoint | Trial:
+    """What a state of the set-up asks for, as the command does it."""
+    from q27app.cli_wizard import carry_out
+
+    return carry_out(wizard)
 
 
 @asynccontextmanager

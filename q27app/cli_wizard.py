@@ -90,7 +90,7 @@ def _talk(wizard: Wizard, ask: Callable[[Wizard, Question], Wizard], dry_run: bo
     while wizard.step not in ("done", "left"):
         if wizard.work:
             try:
-                wizard = worked(wizard, _do(wizard))
+                wizard = worked(wizard, carry_out(wizard))
             except Q27Error as error:
                 if ask is not _prompt:
                     raise
@@ -170,7 +170,7 @@ def _refuse(wizard: Wizard, shown: Question) -> Wizard:
     raise UsageError(f"there is no terminal to ask about {shown.step!r}.", "Add --yes to take the defaults of what no flag answers.")
 
 
-def _do(wizard: Wizard) -> Checkpoint | Trial:
+def carry_out(wizard: Wizard) -> Checkpoint | Trial:
     """Carry out what the last answer asked for. Raises Q27Error."""
     from q27app.setup.trial import run_trial
     from q27app.setup.wizard import outcome

@@ -72,6 +72,14 @@ def load(name: str) -> Any:
 scenes, scripted_daemon = load("scenes"), load("scripted_daemon")
 
 
+def show_made_machine() -> None:
+    """The doctor and the set-up look at the machine of the tests."""
+    from q27app.setup import doctor, facts
+
+    findings, known = load("test_doctor_screen").FINDINGS, load("test_setup_screen").FACTS
+    doctor.run_doctor, facts.read_facts = lambda: list(findings), lambda: known
+
+
 async def draw(name: str, scene: str, size: tuple[int, int], **options: Any) -> None:
     """One picture; name says what is done first."""
     from q27app.tui.app import Q27App
@@ -115,10 +123,17 @@ async def move_figures(app: Any, daemon: Any) -> None:
 
 async def visit(name: str, app: Any, pilot: Any) -> None:
     """Go to the screen that the picture is of."""
-    key = {"chat": "c", "chat-list": "c", "models": "m", "log": "g", "help": "question_mark", "detail": "enter"}.get(name)
+    key = {"chat": "c", "chat-list": "c", "models": "m", "log": "g", "help": "question_mark", "detail": "enter", "doctor": "d",
+           "setup": "s", "setup-80x24": "s"}.get(name)
     if key:
         await pilot.press(key)
         await pilot.pause(0.2)
+    if name.startswith("setup"):
+        while app.screen.question is None or app.screen.question.step != "context":
+            if app.screen.question is not None:
+                await pilot.press("enter")
+            await pilot.pause(0.05)
+        await pilot.press("down")
     if name.startswith("chat"):
         app.screen.ask("What bounds the speed of decoding?")
         while app.screen.answer is not None:
@@ -141,10 +156,14 @@ PICTURES: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "models": ("idle", (80, 24), {}),
     "log": ("idle", (80, 24), {}),
     "help": ("idle", (80, 24), {}),
+    "doctor": ("idle", (80, 24), {}),
+    "setup": ("idle", (120, 40), {}),
+    "setup-80x24": ("idle", (80, 24), {}),
 }
 
 
 async def main(names: list[str]) -> None:
+    show_made_machine()
     for name in names or PICTURES:
         scene, size, options = PICTURES[name]
         await draw(name, scene, size, **options)

@@ -45,23 +45,25 @@ class _Frozen:
 
 
 class Q27App(App[None]):
-    """url, key: of the daemon. starter: used if nothing answers there; None: keep trying. first: "monitor" or "chat"."""
+    """url, key: of the daemon. starter: used if nothing answers there; None: keep trying. first: "monitor" or "chat".
+    carry_out: does the work that a state of the set-up asks for, in a thread; None: such work is refused."""
 
     CSS_PATH = "app.tcss"
     TITLE = "q27app"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[Any]] = [("q", "leave", "Quit"), ("question_mark", "help", "Help"), ("f1", "help", "Help")]
-    SCREEN_NAMES = ("monitor", "chat", "models", "logs", "doctor")
+    SCREEN_NAMES = ("monitor", "chat", "models", "logs", "doctor", "setup")
 
     def __init__(self, url: str, key: str = "", starter: Starter | None = None, *, is_ascii: bool = False, in_tmux: bool = False,
                  first: str = "monitor", history_path: Path | None = None, interval_s: float = INTERVAL_S,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, carry_out: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
         self.animation_level = "none"
         self.address = url
         self.marks = Marks(is_ascii)
         self.is_frozen = self.is_hosting = False
         self.history_path = history_path
+        self.carry_out = carry_out
         self.crash: Exception | None = None
         """A mistake of ours that ended the app; whoever runs it reports it once the terminal is itself again."""
         self.client: Client | None = None
@@ -200,6 +202,10 @@ class Q27App(App[None]):
             from q27app.tui.screens.doctor import Doctor
 
             return Doctor()
+        if name == "setup":
+            from q27app.tui.screens.setup import Setup
+
+            return Setup()
         return Monitor()
 
     def go(self, name: str) -> None:

@@ -123,7 +123,9 @@ async def test_export_writes_what_is_shown(daemon_of, open_screens, tmp_path, mo
 async def test_screens_take_turns(daemon_of, open_screens):
     async with daemon_of("idle") as daemon, open_screens(daemon) as screens:
         for key, wanted in (("m", "on this machine"), ("escape", "1 card"), ("g", "newest first"), ("escape", "1 card"),
-                            ("c", "Ask something"), ("escape", "1 card"), ("question_mark", "palette")):
+                            ("d", "finding"), ("escape", "1 card"),
+                            ("s", "memory of the card"), ("escape", "1 card"), ("c", "Ask something"), ("escape", "1 card"),
+                            ("question_mark", "export")):
             await screens.pilot.press(key)
             await screens.shows(wanted)
 

@@ -86,6 +86,14 @@ async def test_a_visit_in_tmux(terminal, daemon_of):
         assert len(daemon.asked) == 1
         await terminal.tmux("send-keys", "Escape")
         await terminal.shows("1 card")
+        await terminal.type("d")
+        await terminal.shows("PYTHON")
+        await terminal.tmux("send-keys", "Escape")
+        await terminal.shows("1 card")
+        await terminal.type("s")
+        await terminal.shows("leave, and fix that first")
+        await terminal.tmux("send-keys", "Escape")
+        await terminal.shows("1 card")
         await terminal.type("q")
         await terminal.shows("code 0")
         assert await terminal.value("alternate_on") == "0"

@@ -25,10 +25,11 @@ class Monitor(Room):
     """The first screen."""
 
     KEYS = [("c", "chat"), ("q", "quit"), ("?", "help"), ("enter", "detail"), ("x", "cancel"), ("space", "freeze"),
-            ("/", "filter"), ("1-5", "panels"), ("m", "models"), ("g", "log"), ("d", "doctor"), ("u", "unload"), ("l", "load"), ("e", "export"),
+            ("/", "filter"), ("1-5", "panels"), ("m", "models"), ("g", "log"), ("d", "doctor"), ("s", "setup"), ("u", "unload"), ("l", "load"), ("e", "export"),
             ("y", "copy"), ("ctrl+p", "palette")]
     BINDINGS = [
         ("c", "app.go('chat')", "Chat"), ("m", "app.go('models')", "Models"), ("g", "app.go('logs')", "Log"), ("d", "app.go('doctor')", "Doctor"),
+        ("s", "app.go('setup')", "Setup"),
         ("space", "app.freeze", "Freeze"), ("slash", "filter", "Filter"), ("x", "cancel", "Cancel request"),
         ("u", "app.unload", "Unload the model"), ("l", "app.load", "Load the model"), ("e", "app.export", "Export"),
         ("y", "copy", "Copy"), ("escape", "leave", "Back"), ("r", "app.ask_now", "Ask now"),
