@@ -129,6 +129,10 @@ class Compiler:
         except FileNotFoundError:
             return self._compile(job, path)
 
+    def forget(self, job: Job) -> None:
+        """Drop a cached result that cannot be used."""
+        self.path(job).unlink(missing_ok=True)
+
     def build(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile what the cache lacks, several at a time. progress(done, all)."""
         missing = [job for job in dict.fromkeys(jobs) if not self.path(job).exists()]

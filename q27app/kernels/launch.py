@@ -182,11 +182,7 @@ class CudaDevice:
     def module(self, job: Job) -> Mapping[str, Any]:
         """Functions of a source by name; loaded once, with the card's full shared memory allowed."""
         if job not in self._modules:
-            image = self.compiler.get(job)
-            if self.card.forced:
-                image += b"\0"
-            module = self._check(self._driver.cuModuleLoadData(image))
-            self._images.append((module, image))
+            module = self._load(job)
             count = self._check(self._driver.cuModuleGetFunctionCount(module))
             functions = {}
             for function in self._check(self._driver.cuModuleEnumerateFunctions(count, module)):
@@ -195,6 +191,18 @@ class CudaDevice:
                 functions[name] = function
             self._modules[job] = functions
         return self._modules[job]
+
+    def _load(self, job: Job) -> Any:
+        """A module that the driver takes: what it refuses (damaged, or of another kind of card) is compiled again, once."""
+        for attempt in range(2):
+            image = self.compiler.get(job) + b"\0" * self.card.forced
+            code, module = self._driver.cuModuleLoadData(image)
+            if int(code) == 0:
+                self._images.append((module, image))
+                return module
+            if attempt == 0:
+                self.compiler.forget(job)
+        return self._check((code,))
 
     def _allow_shared(self, function: Any, name: str) -> None:
         attribute = self._driver.CUfunction_attribute

@@ -1,4 +1,27 @@
 #!/bin/sh
-# Every check on this machine's card. Usage: tests/gpu/run.sh [stages] [models] [speed]
+# Every check on this machine's card, a process a part; a table of what failed comes last.
+# Usage: tests/gpu/run.sh [PART ...]
+#   stages models sanitized   kernels and small models against NumPy        golden    the oracle's checkpoints (Q27APP_SHARED)
+#   dense layers resume       full width, all 64 layers (GPU_REFERENCE), prompts resumed anywhere
+#   chain played daemon       the 27B through engine and daemon (GPU_MODELS: folder with q4s.q27; made there if it is absent)
+#   steps refusals            1,000 steps, repeated starts, sticky errors   memcheck racecheck   under compute-sanitizer
+#   decode speed prefill      figures, stage by stage
 cd "$(dirname "$0")/../.." || exit 1
-exec "${PYTHON:-python3}" -m tests.gpu.checks "$@"
+python="${PYTHON:-python3}"
+export GPU_MODELS="${GPU_MODELS:-/tmp/27b}"
+[ $# -gt 0 ] || set -- stages models golden dense resume steps refusals memcheck racecheck chain played daemon decode prefill speed
+failed=""
+for part in "$@"; do
+  echo "== $part"
+  case "$part" in
+    chain | played | daemon | refusals | layers)
+      [ -f "$GPU_MODELS/q4s.q27" ] || { mkdir -p "$GPU_MODELS" && "$python" -m q27app synth "$GPU_MODELS/q4s.q27" --size 27b --tier q4s; } ;;
+  esac
+  case "$part" in
+    memcheck | racecheck) compute-sanitizer --tool "$part" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.checks sanitized ;;
+    played) Q27APP_FORCE_ARCH=86 Q27APP_MEMORY_CAP=24000000000 "$python" -m tests.gpu.checks played ;;
+    *) "$python" -m tests.gpu.checks "$part" ;;
+  esac || failed="$failed $part"
+done
+echo "== parts that failed:${failed:- none}"
+[ -z "$failed" ]

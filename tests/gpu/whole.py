@@ -250,4 +250,54 @@ def stream(port: int, body: dict) -> tuple[str, float, float]:
     return text, first, time.monotonic() - started
 
 
-PARTS = {"golden": golden, "chain": chain, "played": played, "steps": steps, "daemon": daemon}
+def refusals(line, attempt) -> None:
+    """A failing kernel ends requests cleanly; a model that does not fit is a table; a foreign cubin is not used."""
+    from q27app.errors import EngineDied
+    from q27app.kernels.cuda_backend import CudaBackend
+
+    def sticky() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            engine, _ = open_engine(nano(folder), context=2048, slots=2)
+            assert answer(engine, PROMPT, 4)[0] == [1003, 1004, 1005, 1006]
+            object.__setattr__(engine._loaded.model.weights.embed, "address", 1 << 45)   # every pass reads there
+            try:
+                answer(engine, PROMPT, 400, "sticky")
+            except EngineDied as error:
+                status = engine.status()
+                assert status.state == "failed" and "CUDA error" in str(status.error), status.error
+                engine.close()
+                return f"request: {type(error).__name__}; health: {str(status.error)[:120]}; exit code {error.exit_code}"
+            raise AssertionError("the request went on")
+
+    def no_memory() -> str:
+        environment = {**os.environ, "Q27APP_MEMORY_CAP": "9000000000"}
+        done = subprocess.run([sys.executable, "-m", "q27app", "generate", "--model", str(models() / "q4s.q27"), "--tokens", "1000", "--backend", "cuda"],
+                              capture_output=True, text=True, env=environment)
+        assert done.returncode == 5 and "KV cache" in done.stderr and "Traceback" not in done.stderr, (done.returncode, done.stderr[-2000:])
+        return f"exit code 5: {done.stderr.splitlines()[0][:120]}"
+
+    def foreign() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            from q27app.kernels.card import card_of
+            from q27app.kernels.compiler import Compiler, Job
+
+            job = Job.of("accept", {})
+            other = Compiler(Path(folder), card_of("86").target).get(job)
+            backend = CudaBackend.open(Path(folder))
+            path = backend.device.compiler.path(job)
+            own = path.read_bytes()
+            path.write_bytes(other)
+            backend.close()
+            backend = CudaBackend.open(Path(folder))
+            backend.device.module(job)
+            again = path.read_bytes()
+            backend.close()
+            assert own == again != other
+            return "a cubin of another card in the cache was compiled again"
+
+    attempt("not enough memory", no_memory)
+    attempt("a cubin of another card", foreign)
+    attempt("a failing kernel", sticky)   # last: nothing runs in this process after it
+
+
+PARTS = {"refusals": refusals, "golden": golden, "chain": chain, "played": played, "steps": steps, "daemon": daemon}

@@ -82,6 +82,14 @@ def test_build_compiles_what_is_missing_and_counts(fake):
     assert {row["source"]: row["target"] for row in describe(fake.cache)} == {"rows": "sm_90", "accept": "sm_90"}
 
 
+def test_a_forgotten_result_is_compiled_again(fake):
+    job = Job.of("accept", {})
+    fake.get(job)
+    fake.path(job).write_bytes(b"of another card")
+    fake.forget(job)
+    assert fake.get(job) != b"of another card" and len(fake.calls) == 2
+
+
 def test_a_service_without_a_path_finds_the_compiler_again(fake, monkeypatch):
     fake.resolve()
     monkeypatch.setattr(compiler_module.shutil, "which", lambda name: None)
