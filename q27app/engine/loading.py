@@ -238,12 +238,13 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
 def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int,
           scratch: int | None = None) -> MemoryPlan:
     """scratch: bytes of it, None = estimated."""
-    from q27app.model.budget import automatic_kv_formats, plan_memory, plan_with_best_format, scratch_bytes
+    from q27app.model.budget import automatic_kv_formats, card_scratch_bytes, plan_memory, plan_with_best_format, scratch_bytes
     from q27app.model.replays import MAX_RECORDED
 
+    estimate = scratch_bytes if backend.name == "numpy" else card_scratch_bytes
     sizes = {
         "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * MAX_RECORDED,
-        "scratch": scratch_bytes(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
+        "scratch": estimate(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
         "window_rows": None if backend.name == "numpy" else geometry.conv_width,
     }

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
 from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_kv_format
 from q27app.model.config import ModelConfig
 
@@ -19,6 +19,8 @@ MIN_CONTEXT = 2048
 MAX_CONTEXT = 655_360
 """Longest window that may be asked for: two and a half times the 27B's native one."""
 CONTEXT_STEP = 1024
+MAX_CUTS = 480
+"""More than the cuts of the longest context on any card (attend_decode.cu)."""
 MIN_MOVED_CONTEXT = 32_768
 """Shortest window for which the embedding leaves a card on which the model would else not fit."""
 
@@ -103,6 +105,19 @@ def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> in
     if config.num_mtp_layers:
         per_row += 3 * config.hidden_size
     return 4 * (max_rows * per_row + max_logit_rows * config.vocab_size)
+
+
+def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, max_record_rows: int = MAX_DECODE_ROWS) -> int:
+    """What a card takes beside weights, slots and blocks, before anything is there to ask: activations, their fp16 copies, what
+    the stages of a layer share, sums of attention's cuts, the sampler's work and the rows that wait for a commit. A few
+    percent too much rather than too little."""
+    halves = 2 * max(config.intermediate_size, 2 * config.hidden_size, config.attention_width, config.delta_width)
+    shared = 4 * max(2 * config.hidden_size, config.delta_project_width, config.attention_width)
+    cuts = 4 * MAX_DECODE_ROWS * MAX_CUTS * config.num_heads * (config.head_dim + 2)
+    sampler = (4 * max_logit_rows + max_logit_rows // 8) * config.vocab_size
+    record = 4 * config.num_delta_layers * max_record_rows * config.delta_project_width
+    tables = 4 * 2 * 64 * (MAX_CONTEXT // BLOCK_POSITIONS)
+    return scratch_bytes(config, max_rows, max_logit_rows) + max_rows * (halves + shared) + cuts + sampler + record + tables + (8 << 20)
 
 
 def plan_memory(

@@ -11,6 +11,7 @@ from q27app.engine.engine import Engine, EngineConfig
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import EngineDied, GpuError, OutOfMemory
 from q27app.kernels.cuda_backend import CudaBackend
+from q27app.model.budget import card_scratch_bytes
 from q27app.weights.synthetic import synthesize
 from tests.kernels.counting_device import CARDS, CountingDevice
 
@@ -55,6 +56,17 @@ def test_what_is_taken_is_what_was_planned(served, card, tier, size):
     weights = engine._loaded.model.backend.weights_arena
     assert len(weights._chunks) == 1, "the reserved chunk was too small"
     assert weights.nbytes - engine._loaded.model.weights.nbytes < 6000 * 100
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("size", ["512x4", "1280x4,vocab=65536"])
+def test_the_estimate_before_loading_is_near_and_not_too_little(served, card, size):
+    engine, _ = served(card, "q4s", size, context=4096, slots=1, kv_format="fp16", cache=False)
+    loaded = engine._loaded
+    config = loaded.model.config
+    estimate = card_scratch_bytes(config, 1024, 64)
+    most = 4 * 16 * 480 * config.num_heads * (config.head_dim + 2)   # this short window has few cuts
+    assert loaded.plan.scratch <= estimate <= 1.05 * loaded.plan.scratch + most + (8 << 20)
 
 
 @pytest.mark.parametrize("draft", ["off", "auto"])
