@@ -26,7 +26,7 @@ def served(monkeypatch, tmp_path):
         if not path.exists():
             synthesize(path, size, "chain", tier)
         device = CountingDevice(CARDS[card], total)
-        monkeypatch.setattr("q27app.kernels.open_backend", lambda name, nvcc=None: CudaBackend(device))
+        monkeypatch.setattr("q27app.kernels.open_backend", lambda *_: CudaBackend(device))
         engine = Engine(EngineConfig(model=path, backend="cuda", **options))
         engines.append(engine)
         engine.start()
