@@ -16,6 +16,8 @@ from q27app import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("unloaded", "loading", "ready", "failed", "draining", "closed")
+BLOCK_POSITIONS = 64
+"""Positions of a block (`kernels.batch`)."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -73,7 +75,8 @@ class Metrics:
             "q27app_prompt_tokens_total", "Prompt tokens, cached ones included.", registry=registry
         )
         self.cached_tokens = Counter(
-            "q27app_prompt_cached_tokens_total", "Prompt tokens that were not computed again.", registry=registry
+            "q27app_prompt_cached_tokens_total", "Prompt tokens that were not computed again, by the kind of state.", ["tier"],
+            registry=registry,
         )
         self.generated_tokens = Counter("q27app_generated_tokens_total", "Generated tokens.", registry=registry)
         self.reasoning_tokens = Counter(
@@ -112,7 +115,6 @@ class _EngineCollector:
         yield state
         running, plan = status.get("running") or [], status.get("plan") or {}
         yield _gauge("q27app_model_loaded", "1 if the model answers.", status.get("state") == "ready")
-        yield _gauge("q27app_slots_used", "Requests that hold a slot.", len(running))
         yield _gauge("q27app_queue_length", "Requests that wait for a slot.", status.get("waiting"))
         yield _gauge(
             "q27app_engine_heartbeat_seconds",
@@ -120,7 +122,13 @@ class _EngineCollector:
             status.get("heartbeat_age_s"),
         )
         yield _gauge("q27app_context_tokens", "Largest window of a request.", plan.get("max_context"))
-        yield _gauge("q27app_slots", "Requests that can run at once.", plan.get("num_slots"))
+        slots = int(plan.get("num_slots") or 0)
+        yield _states("q27app_slots", "Requests that can run at once.", used=len(running), free=max(0, slots - len(running)))
+        kept = sum(int(each.get("num_computed") or 0) + int(each.get("num_generated") or 0) for each in running)
+        room = int(plan.get("num_blocks") or 0) * BLOCK_POSITIONS
+        yield _states("q27app_kv_tokens", "Positions of running requests, and of all blocks.", used=kept, capacity=room)
+        loads = (status.get("counters") or {}).get("loads")
+        yield CounterMetricFamily("q27app_loads", "Times that the model was loaded.", value=float(loads or 0))
         cache = status.get("cache") or {}
         yield _labelled("q27app_prefix_hits", "Prompts that began with a kept state.", "kind", cache.get("hits"))
         yield _labelled("q27app_prefix_misses", "Prompts of which too little was kept.", "reason", cache.get("misses"))
@@ -132,6 +140,7 @@ class _EngineCollector:
             for name, value in (status.get("model") or {}).items()
             if isinstance(value, (str, int, float))
         }
+        info |= {"kv": str(plan.get("kv_format") or ""), "ctx": str(plan.get("max_context") or "")} if info else {}
         yield InfoMetricFamily("q27app_model", "What is served.", value=info)
         for name, value in (status.get("counters") or {}).items():
             if isinstance(value, (int, float)) and name.isidentifier():
@@ -185,6 +194,13 @@ def _labelled(name: str, text: str, label: str, values: Any) -> CounterMetricFam
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in (values or {}).items():
         family.add_metric([str(key)], float(value))
+    return family
+
+
+def _states(name: str, text: str, **values: int) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=["state"])
+    for state, value in values.items():
+        family.add_metric([state], float(value))
     return family
 
 

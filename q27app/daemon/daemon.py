@@ -255,7 +255,8 @@ class Daemon:
         if record.first_token_ms is not None:
             metrics.ttft_seconds.labels(api).observe(record.first_token_ms / 1e3)
         metrics.prompt_tokens.inc(record.num_prompt if record.phase in ("prefill", "decode") else 0)
-        metrics.cached_tokens.inc(record.num_cached)
+        reuse = None if record.stats is None else record.stats.reuse
+        metrics.cached_tokens.labels((reuse.kind if reuse else "") or "none").inc(record.num_cached)
         metrics.generated_tokens.inc(record.num_generated)
         metrics.reasoning_tokens.inc(record.num_reasoning)
         rescued = min(record.num_calls, record.rescues.total())
@@ -263,7 +264,7 @@ class Daemon:
         metrics.tool_calls.labels("rescued").inc(rescued)
         for mode, count in record.rescues.items():
             metrics.tool_rescues.labels(mode).inc(count)
-        metrics.tool_calls.labels("missed").inc(record.num_missed)
+        metrics.tool_calls.labels("refused").inc(record.num_missed)
         if record.stats is not None:
             metrics.queue_seconds.observe(record.stats.queue_ms / 1e3)
             metrics.prefill_seconds.inc(record.stats.prefill_ms / 1e3)

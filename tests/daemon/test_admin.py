@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -105,10 +107,45 @@ async def test_metrics_count_requests_and_tokens(start):
     assert "q27app_generated_tokens_total 6.0" in text
     prompt = len(running.engine.requests[0].prompt)
     assert f"q27app_prompt_tokens_total {float(2 * prompt)}" in text
-    assert f"q27app_prompt_cached_tokens_total {float(prompt - 1)}" in text
+    assert f'q27app_prompt_cached_tokens_total{{tier="none"}} {float(prompt - 1)}' in text
     assert 'q27app_engine_state{state="ready"} 1.0' in text
     assert "q27app_engine_steps_total 7.0" in text
     assert "q27app_ttft_seconds_count" in text
+
+
+PROMISED = """build_info model_info requests_total request_seconds ttft_seconds queue_seconds prompt_tokens_total
+prompt_cached_tokens_total generated_tokens_total reasoning_tokens_total prefill_seconds_total decode_seconds_total
+spec_drafted_tokens_total spec_accepted_tokens_total slots queue_length kv_tokens tool_calls_total disconnects_total model_loaded
+loads_total gpu_memory_bytes gpu_power_watts gpu_temperature_celsius gpu_utilization_ratio engine_heartbeat_seconds""".split()
+
+
+def exported(text: str) -> set[str]:
+    """Names of the families of an exposition, as Prometheus keeps them."""
+    return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+
+
+async def exposition(start) -> str:
+    running = await start(["abc"])
+    await running.post("/v1/chat/completions", {"messages": MESSAGES})
+    return running.daemon.metrics.text().decode()
+
+
+async def test_every_promised_metric_is_exported(start):
+    text = await exposition(start)
+    assert [name for name in PROMISED if f"q27app_{name}" not in exported(text)] == []
+    for sample in ('slots{state="used"}', 'slots{state="free"}', 'kv_tokens{state="used"}', 'kv_tokens{state="capacity"}'):
+        assert f"q27app_{sample}" in text
+    info = next(line for line in text.splitlines() if line.startswith("q27app_model_info{"))
+    assert 'ctx="4096"' in info and "kv=" in info
+
+
+async def test_the_dashboard_asks_only_for_metrics_that_exist(start):
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    names = {name for expr in asked for name in re.findall(r"q27app_[a-z_]+", expr)}
+    known = exported(await exposition(start))
+    assert len(names) > 20 and [name for name in sorted(names) if re.sub("_(bucket|sum|count)$", "", name) not in known | {name} & known] == []
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 async def test_cards_and_host_are_in_status_and_metrics(start, monkeypatch):
