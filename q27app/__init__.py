@@ -24,6 +24,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_setup         plan
       cli_wizard        setup
       cli_residence     load, unload
+      cli_uninstall     uninstall
       cli_progress      progress on standard error
       __main__          python -m q27app
     tui               ROOM 7. the terminal

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "unload": ("q27app.cli_residence:unload", "Have the daemon give its model's memory back."),
     "setup": ("q27app.cli_wizard:setup", "Set up card, model, window, service and key, with reasons."),
     "service": ("q27app.cli_service:service", "Run the daemon as a systemd user service."),
+    "uninstall": ("q27app.cli_uninstall:uninstall", "Take q27app off this machine."),
     "bench": ("q27app.cli_bench:bench", "Measure the model's answers."),
     "cache": ("q27app.cli_cache:cache", "Show or empty the folder where computed prompts are kept."),
     "kernels": ("q27app.cli_kernels:kernels", "Compile, show or remove the GPU's programs."),
