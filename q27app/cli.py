@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("q27app.cli_weights:convert", "Convert a Hugging Face folder or a GGUF file to .q27."),
     "inspect": ("q27app.cli_weights:inspect", "Show what a .q27 file holds."),
     "synth": ("q27app.cli_weights:synth", "Write a constructed checkpoint for tests and measurements."),
-    "list": ("q27app.cli_config:list_models", "List the models that can be named."),
+    "list": ("q27app.cli_config:list_command", "List the models that can be named."),
     "pull": ("q27app.cli_models:pull", "Download a model from the Hugging Face hub."),
     "import": ("q27app.cli_models:import_model", "Take a .q27, GGUF or safetensors folder into the models folder."),
     "show": ("q27app.cli_models:show", "Show a model: tier, size, and whether it fits this card."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import click
@@ -59,20 +59,22 @@ def _printable(value: Any, secret: bool) -> Any:
 
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array.")
-def list_models(as_json: bool) -> None:
+def list_command(as_json: bool) -> None:
     """List the models that can be named.
 
-    The bundled one, and those of the models folder.
+    The bundled one, and those of the models folder, with tier, size, and whether they fit this card.
     """
-    from q27app.paths import DEMO, demo_model, installed_models, models_dir
+    from q27app.paths import models_dir
+    from q27app.setup.listing import list_models
 
-    found = ([(DEMO, demo_model())] if demo_model().is_file() else []) + [(p.stem, p) for p in installed_models()]
+    rows = list_models()
     if as_json:
-        click.echo(json.dumps([{"name": name, "path": str(p), "bytes": p.stat().st_size} for name, p in found]))
+        click.echo(json.dumps([asdict(row) for row in rows]))
         return
-    width = max([len(name) for name, _ in found], default=0)
-    for name, model in found:
-        click.echo(f"{name:<{width}}  {model.stat().st_size / 1e9:8.3f} GB  {model}")
+    width = max([len(row.name) for row in rows], default=0)
+    for row in rows:
+        fits = {True: "fits", False: "does not fit", None: ""}[row.fits]
+        click.echo(f"{row.name:<{width}}  {row.tier:<8} {row.bytes / 1e9:8.3f} GB  {fits:<12}  {row.path}" + (f"  ({row.why})" if row.fits is False else ""))
     click.echo(f"Models folder: {models_dir()}", err=True)
 
 

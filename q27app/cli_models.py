@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from q27app.errors import Q27Error
 
 if TYPE_CHECKING:
     from q27app.setup.models import Source
@@ -104,22 +103,16 @@ def show(name: str, as_json: bool) -> None:
     from q27app.paths import resolve_model
     from q27app.setup.checkpoints import checkpoint_of
     from q27app.gpu import choose_card
+    from q27app.setup.listing import fit
     from q27app.setup.machine import read_machine
-    from q27app.setup.plan import Wishes, make_plan
 
     path = resolve_model(name)
     checkpoint = checkpoint_of(path)
     facts = {"name": checkpoint.name, "path": str(path), "bytes": path.stat().st_size, "tier": checkpoint.tier,
              "generation": checkpoint.generation, "native_context": checkpoint.config.max_context}
     card = choose_card(None, read_gpus())
-    if card is None:
-        facts |= {"fits": None, "why": "no NVIDIA card answers"}
-    else:
-        try:
-            plan = make_plan(read_machine(card), Wishes(checkpoint=checkpoint))
-            facts |= {"fits": True, "why": f"{plan.context} tokens x {plan.slots} on {card.name}"}
-        except Q27Error as error:
-            facts |= {"fits": False, "why": error.message.splitlines()[0]}
+    fits, why = fit(checkpoint, None if card is None else read_machine(card))
+    facts |= {"fits": fits, "why": why}
     if as_json:
         click.echo(json.dumps(facts))
         return

@@ -10,7 +10,9 @@ import importlib.util
 import re
 import shutil
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +20,14 @@ from pathlib import Path
 from q27app import gpu
 from q27app.config import child_environment, config_path, load_config
 from q27app.errors import Q27Error
-from q27app.paths import data_dir, demo_model, resolve_model
+from q27app.paths import cache_dir, data_dir, demo_model, resolve_model
 from q27app.setup.cards import OLDEST
 
 TOOLKITS = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
 ROOM_BYTES = 30 << 30
+OLDEST_YEAR = 2025
+FIRST_NVCC = (((8, 0), (11, 0)), ((8, 6), (11, 1)), ((8, 9), (11, 8)), ((9, 0), (11, 8)), ((10, 0), (12, 8)), ((12, 0), (12, 8)))
+"""(capability, first CUDA whose compiler knows it)."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class Finding:
 def run_doctor() -> list[Finding]:
     """Every check; one that breaks is itself a finding."""
     found: list[Finding] = []
-    for check in (check_python, check_driver, check_toolkit, check_pycuda, check_cards, check_config, check_model, check_port,
-                  check_disk):
+    for check in (check_python, check_clock, check_driver, check_toolkit, check_versions, check_pycuda, check_cards, check_kernels,
+                  check_config, check_model, check_service, check_port, check_disk):
         found += _guarded(check)
     return found
 
@@ -88,6 +93,76 @@ def check_toolkit() -> list[Finding]:
     return [Finding("CUDA-NVCC-OK", "ok", nvcc)]
 
 
+def check_clock(now: float | None = None) -> list[Finding]:
+    """CLOCK: a clock that is years off breaks downloads (certificates) and every time in the log."""
+    year = time.gmtime(time.time() if now is None else now).tm_year
+    if not OLDEST_YEAR <= year < OLDEST_YEAR + 40:
+        return [Finding("CLOCK", "warning", f"the clock says it is the year {year}", "sudo timedatectl set-ntp true")]
+    return [Finding("CLOCK-OK", "ok", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))]
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    """(major, minor) of a compiler, None if it does not tell."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=20, check=False, env=child_environment())
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def compiler_verdict(nvcc: tuple[int, int], driver: tuple[int, int] | None, capability: tuple[int, int] | None) -> str:
+    """Why this compiler's code would not run with this driver on this card, or ""."""
+    if driver is not None and nvcc[0] > driver[0]:
+        return f"nvcc {nvcc[0]}.{nvcc[1]} is newer than the driver's CUDA {driver[0]}.{driver[1]}"
+    oldest = max((version for least, version in FIRST_NVCC if capability is not None and capability >= least), default=(0, 0))
+    if nvcc < oldest:
+        return f"nvcc {nvcc[0]}.{nvcc[1]} cannot compile for capability {capability[0]}.{capability[1]}, it takes {oldest[0]}.{oldest[1]}"
+    return ""
+
+
+def check_versions() -> list[Finding]:
+    """CUDA-VERSIONS: compiler against driver and cards."""
+    nvcc, driver = _nvcc(), gpu.read_driver()
+    if nvcc is None or not gpu.nvidia_device_exists():
+        return []
+    version = nvcc_version(nvcc)
+    if version is None:
+        return [Finding("CUDA-VERSIONS", "failure", f"{nvcc} --version tells no version", "installers/install.sh")]
+    cards = gpu.read_gpus()
+    for capability in [card.compute_capability for card in cards] or [None]:
+        if trouble := compiler_verdict(version, driver.cuda if driver else None, capability):
+            return [Finding("CUDA-VERSIONS", "failure", trouble, "installers/install.sh")]
+    return [Finding("CUDA-VERSIONS-OK", "ok", f"nvcc {version[0]}.{version[1]} goes with the driver and {len(cards)} card(s)")]
+
+
+def check_kernels() -> list[Finding]:
+    """KERNELS: whether anything is compiled for this machine yet. Made again at the first start where it is not."""
+    if not gpu.read_gpus():
+        return []
+    found = [path for path in (cache_dir() / "kernels").glob("*.cubin")]
+    if not found:
+        return [Finding("KERNELS", "warning", "no kernel is compiled yet; the first start takes about a minute longer", "q27app kernels build")]
+    return [Finding("KERNELS-OK", "ok", f"{len(found)} compiled files in {cache_dir() / 'kernels'}")]
+
+
+def check_service() -> list[Finding]:
+    """SERVICE, SERVICE-LINGER: only where the service is installed."""
+    from q27app.setup.service import describe, unit_path, unit_text
+
+    if not unit_path().exists():
+        return [Finding("SERVICE-NONE", "ok", "the service is not installed")]
+    if unit_path().read_text(errors="replace") != unit_text():
+        return [Finding("SERVICE-UNIT", "warning", f"{unit_path()} is of another version or program folder", "q27app service install")]
+    facts = describe()
+    state = str(facts.get("ActiveState", "unknown"))
+    found = [Finding("SERVICE-OK" if state == "active" else "SERVICE", "ok" if state == "active" else "warning",
+                     f"the service is {state} ({facts.get('SubState')}), last result {facts.get('Result')}", "q27app service logs")]
+    if facts["linger"] is False:
+        found.append(Finding("SERVICE-LINGER", "warning", "the service stops at log-out and does not start at boot", "loginctl enable-linger"))
+    return found
+
+
 def check_pycuda() -> list[Finding]:
     """CUDA-PYCUDA, CUDA-BINDINGS, CUDA-COMPILER."""
     if not gpu.nvidia_device_exists():
@@ -129,7 +204,7 @@ def check_config() -> list[Finding]:
 
 
 def check_model() -> list[Finding]:
-    """MODEL-DEMO, MODEL: the header is read and checked."""
+    """MODEL-DEMO, MODEL: the header's checksum, every offset and size, and that the tensors make a model."""
     from q27app.setup.checkpoints import checkpoint_of
 
     found = []

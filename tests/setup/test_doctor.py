@@ -64,6 +64,61 @@ def test_cards_are_looked_at(machine):
     assert findings["GPU-POWER"].fix == "sudo nvidia-smi -i 0 -pl 350"
 
 
+@pytest.mark.parametrize("nvcc, driver, capability, needle", [
+    ((13, 0), (13, 0), (9, 0), ""), ((13, 1), (13, 0), (8, 6), ""), ((12, 9), (13, 0), (12, 0), ""), ((13, 0), (12, 4), (8, 6), "newer than the driver"),
+    ((12, 4), (12, 8), (12, 0), "it takes 12.8"), ((11, 4), (12, 0), (8, 9), "it takes 11.8"), ((12, 0), None, None, "")])
+def test_compilers_are_held_against_driver_and_card(nvcc, driver, capability, needle):
+    verdict = doctor.compiler_verdict(nvcc, driver, capability)
+    assert needle in verdict and bool(verdict) == bool(needle)
+
+
+def test_the_compiler_is_asked_for_its_version(machine, tmp_path, monkeypatch):
+    tool = tmp_path / "bin" / "nvcc"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    machine(driver=DriverInfo("550", (12, 4)), cards=(GpuInfo(0, "GPU-1", "A10", (8, 6), 24 << 30, 0, 20 << 30),))
+    assert "13.0 is newer" in found()["CUDA-VERSIONS"].evidence
+    machine(driver=DriverInfo("580", (13, 0)), cards=(GpuInfo(0, "GPU-1", "A10", (8, 6), 24 << 30, 0, 20 << 30),))
+    assert "CUDA-VERSIONS-OK" in found() and found()["KERNELS"].fix == "q27app kernels build"
+    tool.write_text("#!/bin/sh\nexit 1\n")
+    assert found()["CUDA-VERSIONS"].severity == "failure"
+
+
+def test_a_clock_of_another_decade_is_told():
+    assert doctor.check_clock(0.0)[0].id == "CLOCK" and doctor.check_clock()[0].id == "CLOCK-OK"
+
+
+def test_a_service_of_another_version_is_told(machine):
+    from q27app.setup.service import unit_path
+
+    machine(device=False)
+    assert found()["SERVICE-NONE"].severity == "ok"
+    unit_path().parent.mkdir(parents=True)
+    unit_path().write_text("[Unit]\n")
+    assert found()["SERVICE-UNIT"].fix == "q27app service install"
+
+
+def test_a_damaged_model_is_a_failure(machine, monkeypatch, tmp_path):
+    damaged = tmp_path / "m.q27"
+    data = bytearray(Path(doctor.demo_model()).read_bytes())
+    data[200] ^= 1
+    damaged.write_bytes(data)
+    monkeypatch.setenv("Q27APP_MODEL__PATH", str(damaged))
+    machine(device=False)
+    assert found()["MODEL"].severity == "failure" and "MODEL-DEMO-OK" in found()
+
+
+def test_every_id_is_documented():
+    import re
+
+    source = Path(doctor.__file__).read_text()
+    ids = set(re.findall(r'"([A-Z]+(?:-[A-Z]+)*)", "(?:ok|warning|failure)"', source)) | {"CUDA-PYCUDA", "CUDA-BINDINGS", "MODEL", "SERVICE"}
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert len(ids) > 20 and [name for name in sorted(ids) if f"`{name}`" not in text] == []
+
+
 def test_every_complaint_has_a_fix(machine):
     machine()
     assert [item for item in doctor.run_doctor() if item.severity == "failure" and not item.fix] == []
