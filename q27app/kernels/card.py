@@ -63,13 +63,12 @@ class Card:
         return {"WARPGROUPS": 0, "WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WARPGROUPS": 0, "WIDE_TOKENS": 128, "TILE_STAGES": 2}
 
     def attend_defines(self) -> dict[str, int]:
-        """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. KEY_UNROLL,
-        VALUE_UNROLL: parts of a tile whose code is laid out one after the other. QUERY_WARPS: of a block of prefill."""
+        """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""
         if self.is_wide:
             cuts = {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 32768, "CUT_2": 1024}
         else:
             cuts = {"CUT_0": 128, "BORDER_0": 2048, "CUT_1": 512, "BORDER_1": 32768, "CUT_2": 2048}
-        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "KEY_UNROLL": 4, "VALUE_UNROLL": 4, "QUERY_WARPS": 8 if self.is_wide else 4}
+        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "QUERY_WARPS": 8 if self.is_wide else 4}
 
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""

@@ -166,7 +166,8 @@ def window(length: int) -> None:
     line("plays", f"{arch}, {(cap or 0) / 2**30:.1f} GiB")
     if arch:
         attempt("auto format", lambda: window_of(length, 262_144, slots=1))
-        attempt("turbo3, two slots", lambda: window_of(4_000, 196_608, kv_format="turbo3", slots=2))
+        if length < 100_000:
+            attempt("turbo3, two slots", lambda: window_of(4_000, 196_608, kv_format="turbo3", slots=2))
     else:
         attempt("fp8", lambda: window_of(length, 262_144, kv_format="fp8", slots=1))
 

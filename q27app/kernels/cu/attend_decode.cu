@@ -4,7 +4,7 @@
 // Layout:    kv_format.cuh
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (32 * warps_of(rows)), shared
 //            DecodeShared::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
-// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, KEY_UNROLL, VALUE_UNROLL
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2
 // Limits:    at most 1, 4, 8 (16) rows of a sequence an item
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
@@ -20,7 +20,7 @@
 constexpr int KEYS = 64, KEY_WARPS = KEYS / 16, STAGES = KEY_CODE == CODE_HALF ? 1 : 2;
 constexpr int K_STEPS = HEAD_DIM / 16;   // of a score
 constexpr int RUN = KEY_CODE == CODE_HALF ? 8 : KEY_CODE == CODE_FP8 ? 16 : 32;   // consecutive numbers of a key that a thread reads
-constexpr int RUN_STEPS = RUN / 4, RUNS_AT_ONCE = TURNED_KEYS ? 2 : KEY_UNROLL, VALUES_AT_ONCE = VALUE_UNROLL;
+constexpr int RUN_STEPS = RUN / 4;
 constexpr int Q_STRIDE = HEAD_DIM + 16, P_STRIDE = KEYS + 16, P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
 constexpr int PAIRS = TURNED_KEYS ? level_pairs(low_bits(KEY_CODE)) : 0;
 static_assert(KEYS == BLOCK_POSITIONS && CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0 && CUT_3 % KEYS == 0, "cuts hold whole tiles");
@@ -246,7 +246,7 @@ template <int TILES, int WARPS> struct Columns {
 #pragma unroll
     for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
     float part[TURNED_KEYS ? NT : 1][4];
-#pragma unroll RUNS_AT_ONCE
+#pragma unroll
     for (int run = 0; run < K_STEPS / RUN_STEPS; ++run) {
       KeyRun keep;
       keep.read(keys, low, run);
@@ -346,7 +346,7 @@ template <int TILES, int WARPS> struct Columns {
 #pragma unroll
         for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] *= change.x, out[t][n][1] *= change.y, out[t][n][2] *= change.x, out[t][n][3] *= change.y;
     }
-#pragma unroll VALUES_AT_ONCE
+#pragma unroll
     for (int key = 0; key < KEYS; key += 16) {
       uint32_t a[DIM_TILES][4];
       value_tiles<SLICES>(values, key, slice(), a);
