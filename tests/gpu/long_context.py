@@ -169,7 +169,8 @@ def window(length: int) -> None:
         if length < 100_000:
             attempt("turbo3, two slots", lambda: window_of(4_000, 196_608, kv_format="turbo3", slots=2))
     else:
-        attempt("fp8", lambda: window_of(length, 262_144, kv_format="fp8", slots=1))
+        for place in ("device", "host"):
+            attempt(f"fp8, embedding on {place}", lambda place=place: window_of(length, 262_144, kv_format="fp8", slots=1, embed=place))
 
 
 def main(names: list[str]) -> int:
