@@ -16,7 +16,7 @@ def served(monkeypatch):
     from q27app.daemon import serve
 
     seen = []
-    monkeypatch.setattr(serve, "serve", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(serve, "serve", lambda config, *rest: seen.append(config) or 0)
     return seen
 
 

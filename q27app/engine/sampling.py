@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -29,6 +30,19 @@ class LogitRow:
 
 def sampling_rows(rows: list[LogitRow], vocab_size: int) -> SamplingRows:
     """See `SamplingRows`; the values have passed `limits.check_params`."""
+    if all(row.params is rows[0].params and row.counts is None and row.mask is None for row in rows):
+        shared = _alike(rows[0].params or _IGNORED, len(rows), vocab_size)
+        return replace(shared, positions=np.array([row.position for row in rows], np.int64))
+    return _rows(rows, vocab_size)
+
+
+@lru_cache(64)
+def _alike(params: SamplingParams, count: int, vocab_size: int) -> SamplingRows:
+    """Rows of one request without penalties and mask, at position 0. Nobody writes into their arrays."""
+    return _rows([LogitRow(params, 0)] * count, vocab_size)
+
+
+def _rows(rows: list[LogitRow], vocab_size: int) -> SamplingRows:
     params = [row.params or _IGNORED for row in rows]
     counted = [row.counts.arrays(list(row.drafts)) if row.counts and row.params else None for row in rows]
     pairs = [pair for pair in counted if pair is not None]

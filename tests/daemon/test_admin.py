@@ -148,6 +148,19 @@ async def test_the_dashboard_asks_only_for_metrics_that_exist(start):
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
+def test_drafts_are_counted_by_source_and_depth():
+    from q27app.daemon.daemon import _drafts_of
+    from q27app.engine.request import DraftCount, RequestStats
+    from q27app.metrics import Metrics
+
+    sources = {"mtp": {"drafted": [5, 4], "accepted": [3]}, "suffix": {"drafted": [], "accepted": []}}
+    text = Metrics(lambda: {"drafts": {"sources": sources}}).text().decode()
+    assert 'q27app_draft_tokens_total{depth="2",source="mtp"} 4.0' in text
+    assert 'q27app_draft_accepted_tokens_total{depth="1",source="mtp"} 3.0' in text and 'source="suffix"' not in text
+    stats = RequestStats(drafts=(DraftCount("mtp", (5, 4), (3, 0)), DraftCount("suffix", (2,), (2,))))
+    assert (_drafts_of(stats), _drafts_of(None), _drafts_of(RequestStats())) == ("mtp:3/9,suffix:2/2", 0, 0)
+
+
 async def test_cards_and_host_are_in_status_and_metrics(start, monkeypatch):
     from q27app import gpu
 

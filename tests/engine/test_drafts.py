@@ -241,3 +241,16 @@ def test_a_rejected_drafter_is_tried_again_now_and_then():
 def test_senseless_wishes_are_usage_errors(wishes):
     with pytest.raises(UsageError):
         check_config(EngineConfig("x.q27", **wishes))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_smaller_head_decides_only_when_asked(fast, tmp_path_factory):
+    path = tmp_path_factory.mktemp("heads") / "two.q27"
+    synthesize(path, tier="default", accept=1.0)
+    loaded = open_model(EngineConfig(path, "numpy", context=256, slots=1, fast_head=fast, draft="mtp", max_draft=4), lambda share: None)
+    weights = loaded.model.weights
+    assert (weights.head is weights.draft_head) == fast and weights.mtp.head is weights.draft_head
+    desk = Desk(loaded)
+    answer = desk.submit(Request("r", (100, 101, 102), SamplingParams(max_tokens=12)))
+    desk.run()
+    assert answer.tokens == list(range(103, 115)) and answer.last.stats.num_accepted
