@@ -56,6 +56,14 @@ class Drafts:
         self.counts = {source: SourceCount() for source in SOURCES}
 
     @property
+    def cap(self) -> int:
+        return self._cap
+
+    @property
+    def prices(self) -> PassPrices:
+        return self._prices
+
+    @property
     def needs_mtp(self) -> bool:
         return self._mtp is not None
 

@@ -19,6 +19,7 @@ from q27app.kernels.backend import State
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
 
 if TYPE_CHECKING:
+    from q27app.engine.drafts import Drafts
     from q27app.model.budget import MemoryPlan
     from q27app.model.config import ModelConfig
     from q27app.weights.container import Container
@@ -186,6 +187,8 @@ def _load(
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
     blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
+    if backend.name == "cuda":
+        _warm_up(model, state, plan.num_slots, drafter)
 
     def close() -> None:
         if cache is not None:
@@ -220,7 +223,17 @@ def _cache(
     return open_cache(cache_plan, state, blocks, slots, config.cache_dir, config.cache_disk_bytes, fingerprint)
 
 
-def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafter | None:
+def _warm_up(model: Any, state: State, num_slots: int, drafter: Drafts | None) -> None:
+    from q27app.engine.depth import PassPrices
+    from q27app.engine.warm_up import warm_up
+
+    if drafter is None:
+        warm_up(model, state, num_slots, 0, False, PassPrices())
+    else:
+        warm_up(model, state, num_slots, drafter.cap, drafter.needs_mtp, drafter.prices)
+
+
+def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafts | None:
     from q27app.engine.depth import PassPrices
     from q27app.engine.drafts import Drafts
 

@@ -11,6 +11,7 @@ from q27app.chat.guide import Decision
 from q27app.engine.depth import EXPLORE, DepthControl, PassPrices
 from q27app.engine.loading import EngineConfig, check_config, open_model
 from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.engine.warm_up import warm_up
 from q27app.errors import UsageError
 from q27app.paths import demo_model
 from q27app.weights.synthetic import synthesize
@@ -254,3 +255,14 @@ def test_the_smaller_head_decides_only_when_asked(fast, tmp_path_factory):
     answer = desk.submit(Request("r", (100, 101, 102), SamplingParams(max_tokens=12)))
     desk.run()
     assert answer.tokens == list(range(103, 115)) and answer.last.stats.num_accepted
+
+
+def test_warming_up_records_shapes_learns_prices_and_leaves_the_slots_empty(dense):
+    desk, fresh = desk_of(dense, "auto", cap=3), desk_of(dense, "auto", cap=3)
+    loaded = desk.loaded
+    warm_up(loaded.model, loaded.state, 2, 3, True, loaded.drafter.prices)
+    prices = loaded.drafter.prices.to_dict()
+    assert set(prices["pass_ms"]) == {"1", "2", "3", "4"} and prices["step_ms"] > 0
+    assert len(loaded.model.replays) == 9
+    assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
+    assert tell(desk) == tell(fresh)
