@@ -76,8 +76,8 @@ def make_report(journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> Rep
         if found:
             totals.append({**shared, **_total(found)})
     shown = [{name: value for name, value in row.items() if name != "said"} for row in rows]
-    notes = [f"{total['server']}: {total['turns']} turns in {total['wall_s']:.1f} s; first token mean {total['first_ms']:.0f} ms, last turn "
-             f"{total['first_last_ms']:.0f} ms" + (f"; {total['reuse_percent']:.1f}% of all prompt tokens reused, "
+    notes = [f"{total['server']}: {total['turns']} turns in {total['wall_s']:.1f} s; first token mean {_ms_text(total['first_ms'])}, last "
+             f"turn {_ms_text(total['first_last_ms'])}" + (f"; {total['reuse_percent']:.1f}% of all prompt tokens reused, "
              f"{total['held_percent']:.1f}% of what the turn before held" if total["held_percent"] is not None else
              "; the server does not say what it reused") for total in totals]
     return Report("turns", journal.stamp, COLUMNS, shown, {"settings": journal.settings, "totals": totals}, notes)
@@ -89,7 +89,7 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         prompt, cached = row["num_prompt"], row["num_cached"]
         held = _held(rows[index - 1]) if index and rows[index - 1]["turn"] == row["turn"] - 1 else None
         found.append({
-            **row, "first_ms": None if row["first_s"] is None else 1000 * row["first_s"], "wall_s": row["total_s"],
+            **row, "first_ms": _ms(row["first_s"]), "wall_s": row["total_s"],
             "reuse_percent": 100 * cached / prompt if cached is not None and prompt else None,
             "held_percent": 100 * cached / held if cached is not None and held else None})
     return found
@@ -105,9 +105,17 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
     held = sum(share for _, share in later if share)
     return {
         "turns": len(rows), "wall_s": sum(row["total_s"] for row in rows), "num_tokens": sum(row["num_tokens"] for row in rows),
-        "first_ms": 1000 * (mean([row["first_s"] for row in rows if row["first_s"]]) or 0.0),
-        "first_last_ms": 1000 * (rows[-1]["first_s"] or 0.0), "num_prompt_last": rows[-1]["num_prompt"],
+        "first_ms": _ms(mean([row["first_s"] for row in rows if row["first_s"]])),
+        "first_last_ms": _ms(rows[-1]["first_s"]), "num_prompt_last": rows[-1]["num_prompt"],
         "reuse_percent": 100 * sum(row["num_cached"] for row in rows) / sum(row["num_prompt"] for row in rows) if known else None,
         "held_percent": 100 * sum(cached for cached, _ in later) / held if held else None,
         "decode_per_s": mean([row["decode_per_s"] for row in rows if row["decode_per_s"]]),
     }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
+def _ms_text(value: float | None) -> str:
+    return "none shown" if value is None else f"{value:.0f} ms"
