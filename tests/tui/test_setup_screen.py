@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from q27app.setup.cards import GIB
 from q27app.setup.doctor import Finding
 from q27app.setup.facts import Facts
 from q27app.setup.plan import Machine
-from q27app.setup.wizard import Trial, plan_for
+from q27app.setup.wizard import Option, Question, Trial, plan_for
 
 CARD = Machine("NVIDIA GeForce RTX 4090", (8, 9), int(23.5 * GIB), 24 * GIB, "GPU-1f3a9c02-7d1e", has_display=True)
 OLD = Machine("NVIDIA GeForce RTX 2080 Ti", (7, 5), 11 * GIB, 11 * GIB, "GPU-2b00aa11-93fe")
@@ -24,6 +25,27 @@ FINDINGS = (Finding("PYTHON", "ok", "3.12.4"),
             Finding("GPU-POWER", "warning", "NVIDIA GeForce RTX 4090: limited to 300 of 450 W", "sudo nvidia-smi -i 0 -pl 450"))
 FACTS = Facts(FINDINGS, (CARD, OLD), True, (), {("3.6", "q4s"): "owner/qwen3.6-27b-q27:q4s.q27"}, 400 * GIB, True, False, False,
               False, CURRENT, ("claude",))
+ANSWERS = {"checks": "go", "card": CARD.uuid, "model": "Qwen3.6-27B", "tier": "q4s", "kv": "fp8", "context": "131072", "slots": "1",
+           "fetch": "download:owner/qwen3.6-27b-q27:q4s.q27", "trial": "yes", "idle": "900", "service": "no", "access": "open",
+           "clients": "show"}
+BUDGET = (("weights", 15_460_818_944), ("KV cache", 4_706_009_088), ("state", 156_913_664), ("scratch", 416_284_672),
+          ("runtime", 734_003_200), ("reserve", 2_031_183_104), ("left", 1_727_720_192))
+SHOWN = {
+    "card": Question("card", "Which card?", (
+        Option(CARD.uuid, "0: NVIDIA GeForce RTX 4090, 25.2 GB free", "holds Qwen3.6-27B q4s, 131,072 tokens"),
+        Option(OLD.uuid, "1: NVIDIA GeForce RTX 2080 Ti, 11.8 GB free",
+               "NVIDIA GeForce RTX 2080 Ti has compute capability 7.5, the kernels need 8.0 or newer.", False),
+        Option("cpu", "no card: compute on the CPU", "slow; for trying things out")), CARD.uuid,
+        takes="the beginning of a UUID"),
+    "context": Question("context", "How long may a conversation be?", (
+        Option("131072", "131,072 tokens", "the largest that fits"), Option("65536", "65,536 tokens", "65,536 tokens x 2"),
+        Option("262144", "262,144 tokens", "does not fit: 29.1 GB are needed, 25.2 GB are free.", False)),
+        "131072", takes="a number of tokens from 2048", budget=BUDGET),
+    "review": Question("review", "Write this?", (Option("write", "yes"), Option("leave", "no, leave everything as it was")), "write", (
+        "model.gpu = 'GPU-1f3a9c02-7d1e'", "model.kv = 'fp8'", "model.context = 131072", "model.slots = 1",
+        "model.idle_unload = 900", "a key file is made, readable by you alone"), budget=BUDGET),
+}
+"""What the pictures of these steps hold does not change with the plan's arithmetic."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +69,14 @@ async def at_step(screens, step):
 
 
 @pytest.mark.parametrize("step", ["checks", "card", "context", "review"])
-async def test_the_form_is_readable_at_every_size(step, daemon_of, open_screens, same_at_all_sizes):
+async def test_the_form_is_readable_at_every_size(step, monkeypatch, daemon_of, open_screens, same_at_all_sizes):
     trial = lambda wizard: None if "download" in wizard.work else Trial(61.3, 8.0)  # noqa: E731
     async with daemon_of("idle") as daemon, open_screens(daemon, carry_out=trial) as screens:
-        await at_step(screens, step)
+        room = await at_step(screens, step)
+        if step in SHOWN:
+            room.wizard, room.question = replace(room.wizard, answers=ANSWERS), SHOWN[step]
+            monkeypatch.setattr(room, "_rows", lambda: SHOWN[step].budget)
+            room.query_one("#options").choose(SHOWN[step].default)
         await same_at_all_sizes(screens, f"setup-{step}")
 
 

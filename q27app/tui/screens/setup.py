@@ -81,11 +81,12 @@ class Setup(Room):
             panel.renew()
 
     def _fit(self, num_options: int) -> None:
-        """The question gets the lines that it needs, as far as answers and memory leave them."""
+        """The question gets the lines that it needs, where the window is low before the memory, never before the answers."""
         panel = self.query_one("#question", Lines)
         needed = len(self._text(panel.content_size.width)) + 2 if panel.content_size.width else 0
         room = self.size.height - 2 - BUDGET_HEIGHT - min(num_options + 3, 9)
-        height = max(4, min(needed, room))
+        self.query_one("#budget").display = needed <= room
+        height = max(4, min(needed, room if needed <= room else room + BUDGET_HEIGHT))
         if panel.styles.height is None or panel.styles.height.value != height:
             panel.styles.height = height
 
@@ -217,8 +218,8 @@ class Setup(Room):
                 raise Q27Error("this can only be done on the machine itself: q27app setup.")
             result = await asyncio.to_thread(carry_out, wizard)
             after = worked(wizard, result)
-        except Q27Error as error:
-            after = failed(wizard, error.message)
+        except (Q27Error, OSError) as error:
+            after = failed(wizard, str(error))
         finally:
             self.is_busy = False
         self._show(after)
@@ -234,8 +235,8 @@ class Setup(Room):
             self.is_written = True
             told += ["The daemon uses it from its next start on."] if not made.service else []
             told += ["Coding clients: q27app launch claude, q27app launch codex."] if made.shows_clients else []
-        except Q27Error as error:
-            self.trouble = f"{error.message} {error.hint}".strip()
+        except (Q27Error, OSError) as error:
+            self.trouble = str(error)
         finally:
             self.is_busy = False
         self.told = told
@@ -256,8 +257,8 @@ class Setup(Room):
 
         try:
             facts = await asyncio.to_thread(read_facts)
-        except Q27Error as error:
-            self.trouble = f"{error.message} {error.hint}".strip()
+        except (Q27Error, OSError) as error:
+            self.trouble = str(error)
             self.renew_if_whole()
         else:
             self._show(begin(facts))
