@@ -26,8 +26,10 @@ class Graph:
         self._driver, self._check, self._stream = driver, check, stream
         count = check(driver.cuGraphGetNodes(graph))
         self.num_nodes = int(count[-1] if isinstance(count, list) else count)
-        self._executable = check(driver.cuGraphInstantiate(graph, 0))
-        check(driver.cuGraphDestroy(graph))
+        try:
+            self._executable = check(driver.cuGraphInstantiate(graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
 
     @classmethod
     def capture(cls, driver: Any, check: Callable[[tuple], Any], stream: Any, run: Callable[[], None]) -> "Graph":
@@ -40,6 +42,10 @@ class Graph:
             driver.cuStreamEndCapture(stream)
             raise
         return cls(driver, check, stream, check(driver.cuStreamEndCapture(stream)))
+
+    @property
+    def is_open(self) -> bool:
+        return self._executable is not None
 
     def __call__(self) -> None:
         self._check(self._driver.cuGraphLaunch(self._executable, self._stream))

@@ -242,7 +242,7 @@ class CudaDevice:
             graph = Graph.capture(self._driver, self._check, self._handle, run)
         finally:
             self._capturing = False
-        self._graphs.append(graph)
+        self._graphs = [*(held for held in self._graphs if held.is_open), graph]
         return graph
 
     def synchronize(self) -> None:
