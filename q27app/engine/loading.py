@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from q27app.weights.container import Container
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
-GRAPH_BYTES = {"numpy": 0, "cuda": 1 << 20}
+GRAPH_BYTES = {"numpy": 0, "cuda": 1 << 19}
 """Device memory of a recorded pass."""
 MAX_AUTO_SLOTS = 4
 EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}

@@ -1,7 +1,7 @@
 """The whole program on a card: golden checkpoints, the engine on a constructed 27B, the daemon, many steps, repeated starts.
 
 Each part is a function of (line, attempt) as in `checks.py`; paths of checkpoints come from the environment:
-GPU_MODELS, a folder with 27B checkpoints by tier (q4s.q27, ...), GPU_TIER, and Q27APP_SHARED, the folder with the oracle.
+GPU_MODELS, a folder with 27B checkpoints by tier (q4s.q27, ...), GPU_TIER, GPU_SHORT (fp8 KV alone), and Q27APP_SHARED, the folder with the oracle.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ def used_mib() -> int:
     """Device memory in use by everybody."""
     text = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True).stdout
     return int(text.split()[0])
+
+
+def taken(plan: dict, used: int) -> str:
+    """What was taken since the plan was made, against it; used: MiB in use now, by this process alone."""
+    text = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True).stdout
+    before = int(text.split()[0]) - plan["free"] / 2**20
+    planned = plan["used"] / 2**20
+    return f"taken {used - before:.0f} MiB of {planned:.0f} planned ({(used - before) / planned - 1:+.2%}), {before:.0f} by context and kernels before"
 
 
 def open_engine(path: Path, **options) -> tuple[Engine, float]:
@@ -76,7 +84,7 @@ def chain_of(path: Path, kv: str, draft: str = "off", **options) -> str:
         _, long = answer(engine, (1000 + i % 1000 for i in range(2048)), 2, "long")
         plan = engine.status().plan
         text = (f"ready {seconds:.1f} s, {path.stat().st_size / 1e9 / seconds:.2f} GB/s; decode {1000 * (len(tokens) - 1) / max(stats.decode_ms, 1e-9):.1f} tok/s in {stats.num_steps} steps"
-                f"; prefill of 2,048 {2048000 / long.stats.prefill_ms:.0f} tok/s; used MiB {before} -> {ready} -> {after} -> {used_mib()}, plan {plan['used'] / 2**20:.0f} MiB"
+                f"; prefill of 2,048 {2048000 / long.stats.prefill_ms:.0f} tok/s; used MiB {before} -> {ready} -> {after} -> {used_mib()}; {taken(plan, ready)}"
                 f" (weights {plan['weights'] / 2**20:.0f}, scratch {plan['scratch'] / 2**20:.0f}, slots {plan['num_slots']} x {plan['slot_bytes'] / 2**20:.0f}, blocks {plan['num_blocks'] * plan['block_bytes'] / 2**20:.0f})")
         if wrong is not None or len(tokens) != CHAIN:
             raise AssertionError(f"token {wrong} is {tokens[wrong] if wrong is not None else None}, expected "
@@ -89,7 +97,7 @@ def chain_of(path: Path, kv: str, draft: str = "off", **options) -> str:
 def chain(line, attempt) -> None:
     """512 greedy tokens on fp16 and fp8 KV, without and with drafts."""
     path = models() / f"{os.environ.get('GPU_TIER', 'q4s')}.q27"
-    for kv in ("fp16", "fp8"):
+    for kv in ("fp8",) if "GPU_SHORT" in os.environ else ("fp16", "fp8"):
         for draft in ("off", "auto"):
             attempt(f"chain {path.stem} {kv}, draft {draft}", lambda kv=kv, draft=draft: chain_of(path, kv, draft, context=16384, slots=1))
 
@@ -189,7 +197,7 @@ def daemon(line, attempt) -> None:
         port, before, started = 18027, used_mib(), time.monotonic()
         environment = {**os.environ, "Q27APP_HOME": str(Path(tempfile.gettempdir()) / "q27app-gpu-home")}
         with log.open("wb") as file:
-            process = subprocess.Popen([sys.executable, "-m", "q27app", "serve", "--model", str(path), "--port", str(port), "--backend", "cuda", "--verify-weights"],
+            process = subprocess.Popen([sys.executable, "-m", "q27app", "serve", "--model", str(path), "--port", str(port), "--backend", "cuda", "--ctx", "32768", "--verify-weights"],
                                        stdout=file, stderr=file, env=environment)
         try:
             seconds = wait_ready(process, port, started, log)
@@ -202,9 +210,8 @@ def daemon(line, attempt) -> None:
             after = used_mib()
             grown = after - ready
             assert " t1003 t1004 t1005" in text, f"{text[:200]!r}"
-            share = (ready - before) * 2**20 / plan["used"] - 1
             return (f"ready in {seconds:.1f} s ({path.stat().st_size / 1e9 / seconds:.2f} GB/s), first text after {first * 1000:.0f} ms, {total:.2f} s for 64 tokens; MiB {before} -> {ready}, "
-                    f"plan {plan['used'] / 2**20:.0f} ({share:+.1%}), grown {grown}; weights compared in {json.loads(verified)['weights']['seconds']} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
+                    f"{taken(plan, ready)}, grown {grown}; weights compared in {json.loads(verified)['weights']['seconds']} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
         finally:
             process.send_signal(signal.SIGTERM)
             line("exit code", str(process.wait(60)))
