@@ -10,6 +10,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source_folder=$(dirname "$here")
 . "$here/common.sh"
+. "$here/gpu.sh"
 
 run_demo=yes
 want_gpu=yes
@@ -48,36 +49,15 @@ if ! "$program/bin/python" -m pip install --quiet --upgrade "$wheel[json]"; then
 fi
 "$program/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 
-# The GPU part: needs the driver (to run) and the toolkit's nvcc (to compile kernels).
 ask() { "$program/bin/python" -P -c "$1"; }
 has_device=$(ask 'from q27app.gpu import nvidia_device_exists; print("yes" if nvidia_device_exists() else "no")')
-nvcc=$(command -v nvcc || true)
-[ -n "$nvcc" ] || { [ -x /usr/local/cuda/bin/nvcc ] && nvcc=/usr/local/cuda/bin/nvcc; } || true
 gpu_works=no
 if [ "$want_gpu" = no ]; then
   say "GPU part: skipped, as asked."
 elif [ "$has_device" = no ]; then
   say "GPU part: skipped, no NVIDIA device. q27app computes on the CPU here."
-elif [ -z "$nvcc" ]; then
-  say "GPU part: skipped, there is an NVIDIA device but no CUDA toolkit (nvcc). Install the toolkit, then run this again."
-else
-  cuda_major=$(ask 'from q27app.gpu import read_driver; d = read_driver(); print(d.cuda[0] if d and d.cuda else "")')
-  nvcc_major=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-  if [ -z "$cuda_major" ]; then
-    say "GPU part: skipped, the NVIDIA driver does not answer. Check nvidia-smi, then run this again."
-  else
-    [ "${nvcc_major:-13}" -lt "$cuda_major" ] && cuda_major=$nvcc_major
-    extra=cuda13
-    [ "$cuda_major" -ge 13 ] || extra=cuda12
-    say "GPU part: installing $extra (driver and toolkit found) ..."
-    # PyCUDA takes the toolkit of the first nvcc on PATH; a wrapper elsewhere would lead it astray.
-    toolkit=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
-    if PATH="$toolkit/bin:$PATH" CUDA_ROOT="$toolkit" "$program/bin/python" -m pip install --quiet "$wheel[$extra]"; then
-      gpu_works=yes
-    else
-      say "GPU part: skipped, PyCUDA could not be built with $toolkit; the lines above say why. Run this again afterwards."
-    fi
-  fi
+elif install_gpu; then
+  gpu_works=yes
 fi
 
 mkdir -p "$(dirname "$launcher")"

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ class Compiler:
                 remembered = json.loads(note.read_text()).get("nvcc")
             except (ValueError, AttributeError):
                 remembered = None
-        for candidate in (self.nvcc, shutil.which("nvcc"), remembered, *_TOOLKITS):
+        for candidate in (self.nvcc, shutil.which("nvcc"), remembered, os.path.join(sys.prefix, "bin", "nvcc"), *_TOOLKITS):
             if candidate and os.access(candidate, os.X_OK):
                 if candidate != remembered:
                     self._write(note, json.dumps({"nvcc": candidate}).encode())

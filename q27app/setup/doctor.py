@@ -76,7 +76,19 @@ def check_driver() -> list[Finding]:
 
 
 def _nvcc() -> str | None:
-    return shutil.which("nvcc") or next((path for path in TOOLKITS if Path(path).is_file()), None)
+    own = Path(sys.prefix) / "bin" / "nvcc"  # where the installer puts one that it fetched
+    return shutil.which("nvcc") or next((str(path) for path in (own, *TOOLKITS) if Path(path).is_file()), None)
+
+
+def toolkit_of(nvcc: str) -> Path:
+    """The folder of its toolkit. nvcc itself knows it, also where what is on PATH is a wrapper."""
+    try:
+        done = subprocess.run([nvcc, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True, timeout=20, check=False,
+                              env=child_environment())
+    except (OSError, subprocess.SubprocessError):
+        return Path(nvcc).resolve().parents[1]
+    match = re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE)
+    return Path(match[1]).resolve() if match else Path(nvcc).resolve().parents[1]
 
 
 def check_toolkit() -> list[Finding]:
@@ -87,7 +99,7 @@ def check_toolkit() -> list[Finding]:
     if nvcc is None:
         return [Finding("CUDA-NVCC", "failure", "no nvcc on PATH or in /usr/local/cuda", "installers/install.sh"),
                 Finding("CUDA-HEADERS", "failure", "no cuda.h: without a toolkit there are no headers", "installers/install.sh")]
-    root = Path(nvcc).resolve().parents[1]
+    root = toolkit_of(nvcc)
     if not any((root / folder / "cuda.h").is_file() for folder in ("include", "targets/x86_64-linux/include")):
         return [Finding("CUDA-HEADERS", "failure", f"{nvcc} has no cuda.h in {root}", "installers/install.sh")]
     return [Finding("CUDA-NVCC-OK", "ok", nvcc)]

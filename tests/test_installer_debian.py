@@ -1,0 +1,75 @@
+"""installers/install.sh in a bare Debian root made by debootstrap. Needs root, debootstrap, chroot and the network.
+
+DEBIAN_ROOT names a root that is there already; it is copied, never changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("chroot") is None, reason="needs root and chroot"),
+    pytest.mark.skipif(shutil.which("debootstrap") is None and not os.environ.get("DEBIAN_ROOT"), reason="no debootstrap (apt-get install debootstrap)"),
+]
+CERTIFICATES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/resolv.conf", "/etc/hosts")
+
+
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory):
+    """A minimal Debian with this checkout at /source, an unprivileged user, and the machine's way to the network."""
+    folder = tmp_path_factory.mktemp("debian") / "root"
+    ready = os.environ.get("DEBIAN_ROOT")
+    if ready:
+        subprocess.run(["cp", "-a", ready, str(folder)], check=True)
+    else:
+        done = subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(folder)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"debootstrap cannot run here: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
+    for name in CERTIFICATES:
+        if Path(name).exists():
+            (folder / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(name, folder / name[1:])
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "q27app", "installers"):
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copyfile
+        copy(REPOSITORY / name, source / name)
+    subprocess.run(["chroot", str(folder), "useradd", "-m", "somebody"], check=True)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def install(root: Path, *flags: str, user: str = "root") -> subprocess.CompletedProcess[str]:
+    home = "/root" if user == "root" else f"/home/{user}"
+    kept = [f"{name}={os.environ[name]}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL", "PIP_CERT") if os.environ.get(name)]
+    return subprocess.run(["chroot", f"--userspec={user}:{user}", str(root), "/usr/bin/env", "-i", f"HOME={home}", *kept,
+                           "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "bash", "/source/installers/install.sh", *flags],
+                          capture_output=True, text=True, timeout=1200, stdin=subprocess.DEVNULL)
+
+
+def test_a_bare_root_without_python_with_an_old_one_and_with_a_good_one(debian):
+    done = install(debian, "--no-demo", user="somebody")
+    assert done.returncode == 1 and "sudo apt-get install -y python3 python3-venv" in done.stderr, done.stdout + done.stderr
+    old = debian / "usr/local/bin/python3"
+    old.write_text('#!/bin/sh\ncase "$*" in *ensurepip*) exit 1;; esac\n')   # as a 3.9 with venv: too old, and says so
+    old.chmod(0o755)
+    done = install(debian, "--no-demo", user="somebody")
+    assert done.returncode == 1 and "sudo apt-get install -y python3.11 python3.11-venv" in done.stderr
+    old.unlink()
+    done = install(debian, "--no-demo")
+    assert done.returncode == 0 and "Installing python3 python3-venv" in done.stdout, done.stdout + done.stderr
+    assert "GPU part: skipped, no NVIDIA device" in done.stdout
+    subprocess.run(["chroot", str(debian), "apt-get", "remove", "-y", "python3-venv", "python3.11-venv"], check=True, capture_output=True)
+    done = install(debian, "--no-demo", user="somebody")
+    assert done.returncode == 1 and "with the venv module" in done.stderr and "python3-venv" in done.stderr
+    done = install(debian)
+    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stdout + done.stderr
+    done = install(debian, user="somebody")
+    assert done.returncode == 0 and "tokens/s" in done.stdout, done.stdout + done.stderr
