@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("chroot") is None, reason="needs root and chroot"),
     pytest.mark.skipif(shutil.which("debootstrap") is None and not os.environ.get("DEBIAN_ROOT"), reason="no debootstrap (apt-get install debootstrap)"),
 ]
-CERTIFICATES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/resolv.conf", "/etc/hosts")
+NETWORK = ("/etc/resolv.conf", "/etc/hosts")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+"""What this machine trusts; the root's own are made by packages that the installer brings in."""
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +34,14 @@ def debian(tmp_path_factory):
         done = subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(folder)], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"debootstrap cannot run here: {(done.stdout + done.stderr).strip().splitlines()[-1][:200]}")
-    for name in CERTIFICATES:
+    for name in NETWORK:
         if Path(name).exists():
             (folder / name[1:]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(name, folder / name[1:])
     source = folder / "source"
     source.mkdir()
+    if CERTIFICATES.exists():
+        shutil.copyfile(CERTIFICATES, source / "certificates")
     for name in ("pyproject.toml", "README.md", "LICENSE", "q27app", "installers"):
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copyfile
         copy(REPOSITORY / name, source / name)
@@ -48,7 +52,8 @@ def debian(tmp_path_factory):
 
 def install(root: Path, *flags: str, user: str = "root") -> subprocess.CompletedProcess[str]:
     home = "/root" if user == "root" else f"/home/{user}"
-    kept = [f"{name}={os.environ[name]}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL", "PIP_CERT") if os.environ.get(name)]
+    kept = [f"{name}={os.environ[name]}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL") if os.environ.get(name)]
+    kept += ["PIP_CERT=/source/certificates"] if (root / "source/certificates").exists() else []
     return subprocess.run(["chroot", f"--userspec={user}:{user}", str(root), "/usr/bin/env", "-i", f"HOME={home}", *kept,
                            "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "bash", "/source/installers/install.sh", *flags],
                           capture_output=True, text=True, timeout=1200, stdin=subprocess.DEVNULL)
