@@ -234,6 +234,8 @@ def prefill_stages(device, attempt, line) -> None:
         batch = make_batch("verify", [[5] * rows], [10], [0], [list(range(64))], None, True)
         run = lambda batch=batch: model.forward(batch, state, warm_mtp=False)  # noqa: E731
         run()
+        stage_times(model, state, rows, line)
+        run()
         free = [device.free_bytes()]
         for _ in range(4):
             backend.record(run)()
