@@ -111,7 +111,7 @@ class Sampler:
             arrays["masks"] = (rows.masks, np.uint32)
             args.mask_words = rows.masks.shape[1]
         if limits is not None:
-            arrays |= _with_places(rows, int(limits.max())) | {"limits": (limits, np.int32)}
+            arrays |= {"limits": (limits, np.int32)} | (_with_places(rows, int(limits.max())) if _penalizes(rows) else {})
         for name, (values, dtype) in arrays.items():
             data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
             if end + data.size > self._input_bytes:
@@ -135,7 +135,7 @@ class Sampler:
             raise Q27Error(f"drafts: {n} rows with limits {limits.tolist()}, expected at most {self.max_rows} of 1 to {MAX_STEPS}.")
         self._rows, self._num_logprobs, self._step = n, np.full(n, -1, np.int32), 0
         kinds = _kinds(rows)
-        self._chain_kinds = replace(kinds, penalized=kinds.penalized or bool(rows.presence.any() or rows.frequency.any()))
+        self._chain_kinds = replace(kinds, penalized=_penalizes(rows))
         self._chain = self._upload(rows, n, limits)
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
@@ -190,6 +190,11 @@ def _kinds(rows: SamplingRows) -> Kinds:
     drawn = np.asarray(rows.temperature) > 0
     top_k, top_p = np.asarray(rows.top_k) > 0, (np.asarray(rows.top_p) > 0) & (np.asarray(rows.top_p) < 1)
     return Kinds(bool(drawn.any()), len(rows.penalty_ids) > 0, bool((drawn & (top_k | top_p)).any()), bool((drawn & top_p).any()))
+
+
+def _penalizes(rows: SamplingRows) -> bool:
+    """Whether what is drafted changes what may follow it."""
+    return len(rows.penalty_ids) > 0 or bool(rows.presence.any() or rows.frequency.any())
 
 
 def _with_places(rows: SamplingRows, steps: int) -> dict[str, tuple[np.ndarray, type]]:
