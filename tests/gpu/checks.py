@@ -79,7 +79,7 @@ def stages(device: CudaDevice) -> None:
             state = stage_state(backend, 640)
             rows = cuda_checks.check_linear(backend, state, stage, "decode", ROWS)
             tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL)
-            return limited(max(rows, tiles), 1e-3 if stage.is_pair else 5e-4)
+            return limited(max(rows, tiles), 5e-4)
         attempt(f"stage {mix}, 640 columns", small)
     for name, (spec, cols) in BIG_STAGES.items():
         def large(spec=spec, cols=cols):
@@ -91,7 +91,7 @@ def stages(device: CudaDevice) -> None:
             tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL + MANY.get(name, ()))
             same = repeat(backend, state, stage)
             backend.weights_arena.release()
-            return limited(max(rows, tiles), 1e-3 if stage.is_pair else 5e-4) + f", {same}, splits {stage.weight.splits}"
+            return limited(max(rows, tiles), 5e-4) + f", {same}, splits {stage.weight.splits}"
         attempt(f"stage {name} of the 27B", large)
 
 

@@ -100,6 +100,12 @@ __device__ __forceinline__ float half_range_scale(float largest) {
   if (exponent < -100) exponent = -100;
   return __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
 }
+// The scale that makes `largest` (>= 0) 2^14, and 1 / scale, exact: one huge value in a row loses nothing in fp16.
+__device__ __forceinline__ float peak_scale(float largest, float& inverse) {
+  const float peak = largest > 1e-30f ? largest : largest > 0.0f ? 1e-30f : 16384.0f;
+  inverse = __fmul_rn(peak, 6.103515625e-05f);
+  return 16384.0f / peak;
+}
 // 1 / scale for a power of two, exact.
 __device__ __forceinline__ float power_inverse(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
 

@@ -5,7 +5,7 @@
 // Launch:    linear_rows_*: grid (runs / 2 * splits), block (512), shared as cuda_weights.rows_shared_bytes;
 //            stage_*: grid (rows, splits), block (256)
 // Defines:   RING_BYTES_8, RING_BYTES_16 (a warp)    Limits: cols % 4 == 0, rows <= 8 NB
-// Numbers:   activations scaled per row (and K split) by a power of two, then fp16; exact products; f32 sums in a fixed
+// Numbers:   activations scaled per row (and K split), its peak to 2^14, then fp16; exact products; f32 sums in a fixed
 //            order: units of a warp ascending, warps ascending, splits ascending. Bound: memory.
 //
 // A group of 8 warps owns a run of tiles and one K split; its warps share the columns. A block is two groups on the same staged

@@ -165,7 +165,7 @@ __device__ __forceinline__ int fragment_column(int position) {
   return (position / 2 & 3) * 16 + (position >> 5) * 8 + (position >> 4 & 1) * 4 + (position >> 3 & 1) * 2;
 }
 
-// Prefill: (norm,) power-of-two scale per row, fp16.
+// Prefill: (norm,) scale per row, fp16.
 extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
   __shared__ float shared[THREADS / 32];
   const int row = blockIdx.x, source = p.row_map ? p.row_map[row] : row;
@@ -179,8 +179,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
   __syncthreads();
   for (int w = 0; w < THREADS / 32; ++w) largest = fmaxf(largest, shared[w]);
-  const float scale = half_range_scale(__fmul_rn(largest, rms)), factor = __fmul_rn(rms, scale);
-  if (threadIdx.x == 0) p.inverse[row] = power_inverse(scale);
+  float inverse;
+  const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(largest, rms), inverse));
+  if (threadIdx.x == 0) p.inverse[row] = inverse;
   if (p.blocked) {
     for (int piece = threadIdx.x; piece < p.padded / 8; piece += THREADS) {
       const int unit = piece / 8, place = (row / 64 * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;

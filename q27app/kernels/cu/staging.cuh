@@ -1,4 +1,4 @@
-// Activation rows on their way into the tensor cores: norm (or gated norm), a power-of-two scale, fp16, sums of units.
+// Activation rows on their way into the tensor cores: norm (or gated norm), a scale, fp16, sums of units.
 //
 // A thread takes 4 columns of every 1,024, a warp 128 at a time (one head of the delta rule), half a warp a unit: sums and
 // maxima have one order whoever converts a row.
@@ -77,8 +77,9 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) sum = __fadd_rn(sum, stats[w]), top = fmaxf(top, stats[WARPS + w]);
   const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
-  const float scale = half_range_scale(__fmul_rn(top, rms)), factor = __fmul_rn(rms, scale);
-  if (thread == 0) *inverse = power_inverse(scale);
+  float unscale;
+  const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
+  if (thread == 0) *inverse = unscale;
   const int offset = SOURCE == NORMED ? first * (UNIT_COLS / 4) : 0;   // of the staged columns in what was read
   const int last = units * (UNIT_COLS / 4);
   auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
