@@ -142,7 +142,7 @@ def engine_lines(snapshot: Snapshot | None, trends: Trends, width: int, marks: M
     lines.append(labelled("reused", (figures.percent(snapshot.reused_share), ""), (" of prompt tokens", "dim")))
     drafted = count(counters, "drafted_tokens")
     lines.append(labelled("drafts", (figures.percent(snapshot.accepted_share), ""),
-                          (" accepted" if drafted else " none drafted", "dim"), *_per_step(snapshot)))
+                          (" accepted" if drafted else " none drafted", "dim"), *(_per_step(snapshot) if drafted else [])))
     lines += _ranked("hits", snapshot.hits, width) + _ranked("misses", snapshot.misses, width)
     lines.append(labelled("done", (f"{count(counters, 'requests'):,}", ""), (" requests, ", "dim"),
                           (f"{figures.short(count(counters, 'generated_tokens'))}", ""), (" tokens", "dim")))

@@ -68,7 +68,8 @@ async def at_step(screens, step):
     return room
 
 
-@pytest.mark.parametrize("step", ["checks", "card", "context", "review"])
+@pytest.mark.parametrize("step", [pytest.param("checks", marks=pytest.mark.long), pytest.param("card", marks=pytest.mark.long), "context",
+                                  "review"])
 async def test_the_form_is_readable_at_every_size(step, monkeypatch, daemon_of, open_screens, same_at_all_sizes):
     trial = lambda wizard: None if "download" in wizard.work else Trial(61.3, 8.0)  # noqa: E731
     async with daemon_of("idle") as daemon, open_screens(daemon, carry_out=trial) as screens:

@@ -39,9 +39,9 @@ class Models(Room):
         snapshot = self.app.snapshot
         if snapshot is None:
             return [[("no data yet", "dim")]]
-        facts = {"state": snapshot.state, **{clean(key, 16): clean(value) for key, value in snapshot.model.items()}}
-        lines: list[Line] = [[(f"{key:<16} ", "dim"), (value, "")] for key, value in facts.items()]
-        return lines + [[(f"{part.name:<16} ", "dim"), (f"{figures.gigabytes(part.size)} GB", "")] for part in snapshot.parts]
+        memory = ", ".join(f"{part.name} {figures.gigabytes(part.size)}" for part in snapshot.parts)
+        facts = {"state": snapshot.state, **({"memory, GB": memory} if memory else {}), **{clean(key, 16): clean(value) for key, value in snapshot.model.items()}}
+        return [[(f"{key:<16} ", "dim"), (value, "")] for key, value in facts.items()]
 
     def _file(self, entry: tuple[str, str, int], width: int) -> Line:
         name, path, size = entry
