@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from q27app import gpu
+from q27app.errors import GpuError, UsageError
 
 
 class FakeNvml:
@@ -117,3 +119,39 @@ def test_the_host_tells_cpus_and_memory():
     assert host.num_cpus >= 1
     assert 0 < host.memory_available <= host.memory_total
     assert host.process_bytes > 1 << 20
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """shown(wish, cards=..., chosen="") -> CUDA_VISIBLE_DEVICES after it. Two cards, the larger one second for NVML."""
+    small = gpu.GpuInfo(0, "GPU-aaaa1111", "RTX 3060", (8, 6), 12 << 30, 0, 12 << 30, pci_bus_id="00000000:41:00.0")
+    large = gpu.GpuInfo(1, "GPU-bbbb2222", "RTX 4090", (8, 9), 24 << 30, 0, 24 << 30, pci_bus_id="00000000:01:00.0")
+
+    def ask(wish, cards=(small, large), chosen=""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+        monkeypatch.setattr(gpu, "read_gpus", lambda: cards)
+        gpu.show_only(wish)
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    ask.one = (small,)
+    return ask
+
+
+def test_the_process_sees_the_wished_card_alone_whatever_the_order(shown):
+    assert shown("GPU-aaaa1111") == "GPU-aaaa1111" and shown("0") == "GPU-aaaa1111"
+    assert shown("00000000:01:00.0") == "GPU-bbbb2222" == shown("rtx 4090") == shown("auto")
+    assert shown("MIG-1234") == "MIG-1234"
+
+
+def test_auto_leaves_one_card_and_a_choice_of_the_user_alone(shown):
+    assert shown("auto", cards=shown.one) == "" and shown("auto", chosen="1") == "1"
+
+
+def test_a_card_that_is_not_there_is_refused_with_those_that_are(shown):
+    with pytest.raises(GpuError, match="no card is named so") as caught:
+        shown("GPU-cccc3333")
+    assert "GPU-aaaa1111 (RTX 3060)" in caught.value.hint
+    with pytest.raises(UsageError, match="could be 2 cards"):
+        shown("rtx")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from concurrent.futures import Future
 from dataclasses import fields, replace
@@ -192,23 +193,33 @@ async def test_a_model_that_cannot_be_loaded_brings_the_old_one_back(sleepy, mon
     assert status == 200, reply
 
 
-async def test_the_supervisor_sees_a_reload_in_order(engine_of, tokenizer, template, config):
+async def test_the_supervisor_sees_ready_reload_and_stop_in_order(engine_of, tokenizer, template, config, tmp_path):
     told: list[dict[str, str]] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(str(tmp_path / "notify"))
+        channel.setblocking(False)
 
-    class Listening(Notifier):
-        is_supervised = True
+        def listen() -> None:
+            while True:
+                try:
+                    told.append(dict(line.split("=", 1) for line in channel.recv(4096).decode().splitlines()))
+                except BlockingIOError:
+                    return
 
-        def tell(self, **fields: str) -> None:
-            told.append(fields)
+        def count(name: str) -> int:
+            listen()
+            return sum(name in fields for fields in told)
 
-    announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(run(engine_of(), tokenizer, template, config, announced.set_result, Listening(), lambda: config))
-    await announced
-    await until(lambda: any("WATCHDOG" in fields for fields in told))
-    os.kill(os.getpid(), signal.SIGHUP)
-    await until(lambda: sum("READY" in fields for fields in told) == 2)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await asyncio.wait_for(task, 10) == 0
+        announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        work = run(engine_of(), tokenizer, template, config, announced.set_result, Notifier(str(tmp_path / "notify")), lambda: config)
+        task = asyncio.create_task(work)
+        await announced
+        await until(lambda: count("WATCHDOG"))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: count("READY") == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(task, 10) == 0
+        listen()
     names = [next(name for name in fields if name in ("READY", "RELOADING", "STOPPING", "WATCHDOG")) for fields in told]
     assert [name for name in names if name != "WATCHDOG"] == ["READY", "RELOADING", "READY", "STOPPING"]
     reloading = next(fields for fields in told if "RELOADING" in fields)
