@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from q27app import gpu
 from q27app.child_daemon import ChildDaemon
 from q27app.engine.engine import Engine
 from q27app.engine.loading import EngineConfig
@@ -61,8 +61,9 @@ def growth(found: list[Turn], settled: int) -> int:
 
 
 def card_bytes() -> int:
-    """Bytes in use on the card."""
-    return int(gpu.read_gpus()[0].memory_used or 0)
+    """Bytes in use on the first card, as nvidia-smi says."""
+    done = subprocess.run(["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+    return int(done.stdout) << 20
 
 
 def show(name: str, found: list[Turn], before: int) -> None:
