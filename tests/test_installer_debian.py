@@ -15,7 +15,9 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("chroot") is None, reason="needs root and chroot"),
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("chroot") is None or shutil.which("unshare") is None
+                       or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0,
+                       reason="needs root, chroot and unshare"),
     pytest.mark.skipif(shutil.which("debootstrap") is None and not os.environ.get("DEBIAN_ROOT"), reason="no debootstrap (apt-get install debootstrap)"),
 ]
 NETWORK = ("/etc/resolv.conf", "/etc/hosts")
@@ -54,7 +56,9 @@ def install(root: Path, *flags: str, user: str = "root") -> subprocess.Completed
     home = "/root" if user == "root" else f"/home/{user}"
     kept = [f"{name}={os.environ[name]}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL") if os.environ.get(name)]
     kept += ["PIP_CERT=/source/certificates"] if (root / "source/certificates").exists() else []
-    return subprocess.run(["chroot", f"--userspec={user}:{user}", str(root), "/usr/bin/env", "-i", f"HOME={home}", *kept,
+    # /proc in a mount namespace of its own: it goes with the command. Without it nothing knows how much memory is free.
+    with_proc = ["unshare", "--mount", "sh", "-c", 'mount --bind /proc "$0/proc" && exec "$@"', str(root)]
+    return subprocess.run([*with_proc, "chroot", f"--userspec={user}:{user}", str(root), "/usr/bin/env", "-i", f"HOME={home}", *kept,
                            "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "bash", "/source/installers/install.sh", *flags],
                           capture_output=True, text=True, timeout=1200, stdin=subprocess.DEVNULL)
 

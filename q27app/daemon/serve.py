@@ -187,8 +187,9 @@ class _Signals:
         self.at_once = asyncio.Event()
 
     def install(self, reload: Callable[[], None]) -> None:
-        """reload: called at each SIGHUP."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+        """reload: called at each SIGHUP, except on a terminal, whose end sends one and shall end the daemon."""
+        if not (sys.stdin is not None and sys.stdin.isatty()):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
