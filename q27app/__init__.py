@@ -17,7 +17,7 @@ The map. Imports go downwards only; `tests/test_house.py` holds the rules.
       cli_tui           the screens, status, chat
       cli_bench         bench: the group, demo-eval, what its commands share
       cli_bench_http    bench speed, concurrency, turns, needle, soak, canonical
-      cli_bench_model   bench fidelity, kernels, plot
+      cli_bench_model   bench fidelity, capture, kernels, plot
       cli_doctor        doctor
       cli_models        pull, import, show, rm
       cli_service       service
