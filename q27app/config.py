@@ -139,6 +139,8 @@ class EngineSection:
 
     prefill_chunk: int | str = setting("auto", low=64, high=65_536, words=("auto",))
     """Prompt tokens computed between two decode steps, a multiple of 64. auto: chosen for the backend."""
+    warm_up: bool = setting(False)
+    """Run every usual shape of a pass once before the first request, so that none waits for a recording."""
 
 
 @dataclass(frozen=True)

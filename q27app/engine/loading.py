@@ -68,6 +68,8 @@ class EngineConfig:
     them, "off". Never changes a text."""
     max_draft: int = 15
     """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
+    warm_up: bool = False
+    """Run, record and time every usual shape of a pass before the first request."""
     fixed_draft: bool = False
     """Always draft max_draft tokens (tests, measurements)."""
     cache: bool = True
@@ -187,7 +189,7 @@ def _load(
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
     blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
-    if backend.name == "cuda":
+    if config.warm_up:
         _warm_up(model, state, plan.num_slots, drafter)
 
     def close() -> None:
