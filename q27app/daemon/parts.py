@@ -49,6 +49,7 @@ def engine_settings(config: Config) -> EngineConfig:
         draft=model.draft,
         max_draft=model.max_draft,
         fast_head=model.fast_head,
+        warm_up=config.engine.warm_up,
         max_queue=server.max_queue,
         prefill_chunk=_number(config.engine.prefill_chunk),
         nvcc=config.kernels.nvcc or None,

@@ -33,7 +33,7 @@ def warm_up(model: Any, state: State, num_slots: int, max_draft: int, drafts_mtp
         _timed(lambda: _forward(model, state, _batch("decode", [1] * together), drafts_mtp))
     for together in range(1, count + 1 if drafts_mtp else 1):
         steps = min(4, MAX_DECODE_ROWS - 1)
-        draws = sampling_rows([LogitRow(SamplingParams(), 1)] * together, model.config.vocab_size)
+        draws = sampling_rows([LogitRow(SamplingParams(), 2)] * together, model.config.vocab_size)
         limits = np.full(together, steps, np.int32)
         ms = _timed(lambda: model.draft_chain(_batch("draft", [1] * together), state, True, steps, draws, limits)) / steps
         if together == 1:
@@ -56,12 +56,12 @@ def _forward(model: Any, state: State, batch: Batch, warms_mtp: bool) -> None:
 
 
 def _batch(phase: Phase, lengths: list[int]) -> Batch:
-    """Sequence i in slot i and block i, from position 0."""
+    """Sequence i in slot i and block i, from position 1: nobody decodes at 0."""
     rows = sum(lengths)
     return Batch(
         phase=phase,
         tokens=np.zeros(rows, np.int32),
-        positions=np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
+        positions=np.concatenate([np.arange(1, 1 + length) for length in lengths]).astype(np.int32),
         row_starts=np.cumsum([0, *lengths]).astype(np.int32),
         slots=np.arange(len(lengths), dtype=np.int32),
         block_tables=np.arange(len(lengths), dtype=np.int32)[:, None],
