@@ -17,8 +17,16 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.long)])
-def test_memory_does_not_grow(tmp_path, count):
+def check(tmp_path, count):
     synthesize(tmp_path / "nano.q27", "nano")
     found = turns(EngineConfig(tmp_path / "nano.q27", "numpy", context=1024, slots=1), count, resident)
     assert growth(found, 3) < ALLOWED, [turn.unloaded >> 20 for turn in found]
+
+
+def test_a_few_turns_leave_nothing_behind(tmp_path):
+    check(tmp_path, 6)
+
+
+@pytest.mark.long
+def test_fifty_turns_leave_nothing_behind(tmp_path, long_scale):
+    check(tmp_path, max(10, round(50 * long_scale)))
