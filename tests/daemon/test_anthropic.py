@@ -43,7 +43,7 @@ async def test_a_reply_without_stream_has_the_messages_shape(start):
 
 
 async def test_a_stream_has_the_events_in_order(start):
-    running = await start(["Hel", 0.02, "lo"])
+    running = await start(["Hel", 0.3, "lo"])
     events = events_of(await running.stream("/v1/messages", BODY))
     names = [name for name, _ in events]
     assert names == [
