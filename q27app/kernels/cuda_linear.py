@@ -39,7 +39,11 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
 
 
 def tile_splits(card, weight: CudaWeight) -> int:
-    """K splits of a matrix whose sums are added to the residual, in prefill: fixed for matrix and card, whatever the rows."""
+    """K splits of a matrix whose sums are added to the residual, in prefill: fixed for matrix and card, whatever the rows.
+
+    By warps, long prompts lose more to splits that run in turn than short ones win by those that run side by side."""
+    if not card.has_warpgroups:
+        return 1
     blocks = sum(-(-segment.num_tiles // 8) for segment in weight.segments)
     return max(1, min(MAX_TILE_SPLITS, weight.units // 8, -(-card.num_sms // blocks)))
 
