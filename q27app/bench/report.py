@@ -128,7 +128,7 @@ def _csv_cell(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return round(value, 9) if math.isfinite(value) else None
+        return float(f"{value:.9g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
