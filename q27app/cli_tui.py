@@ -107,28 +107,16 @@ def _carry_out(wizard: Wizard) -> Checkpoint | Trial:
 async def _hosting(config: Config) -> AsyncIterator[str]:
     """A daemon on the running loop; its log goes into a file, because the terminal is taken. Gives the address."""
     from q27app.daemon.access import check_exposure, load_keys
+    from q27app.daemon.logs import open_log
     from q27app.daemon.parts import open_parts
     from q27app.daemon.serve import hosting
+    from q27app.paths import state_dir
 
     check_exposure(config, load_keys(config))
-    _log_into_file()
+    open_log(config.log, standard_error=False, file=state_dir() / "daemon.log")
     engine, tokenizer, template = await asyncio.to_thread(open_parts, config)
     async with hosting(engine, tokenizer, template, config) as (address, _):
         yield address
-
-
-def _log_into_file() -> None:
-    import logging
-    from logging.handlers import RotatingFileHandler
-
-    from q27app.paths import ensured, state_dir
-
-    handler = RotatingFileHandler(ensured(state_dir()) / "daemon.log", maxBytes=4 << 20, backupCount=1, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("q27app")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 @click.command()

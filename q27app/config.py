@@ -204,12 +204,16 @@ class ReasoningSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    """What the daemon writes to standard error."""
+    """What the daemon writes to standard error, and to a file if there is one."""
 
     format: str = setting("text", choices=("text", "json"))
     """text for people, json for one object a line."""
     level: str = setting("info", choices=("debug", "info", "warning", "error"))
     """Least severe event that is written."""
+    file: str = setting("")
+    """Also write to this file; empty: none. Full ones become NAME.1 to NAME.3. A service needs none: the journal keeps its log."""
+    file_mb: int = setting(8, low=1, high=1024)
+    """Size at which the log file is full, MiB."""
 
 
 @dataclass(frozen=True)

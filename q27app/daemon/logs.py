@@ -1,15 +1,24 @@
-"""The daemon's log on standard error: one line an event, as text for people or as JSON for programs. No prompt text."""
+"""The daemon's log on standard error and, when asked for, in a file that is rotated: one line an event, as text for people or as
+JSON for programs. No prompt text."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from q27app.errors import UsageError
 
 if TYPE_CHECKING:
     from q27app.config import LogSection
+
+FILES_KEPT = 3
+"""Full log files that are kept beside the one being written."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -28,16 +37,38 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def open_log(section: LogSection) -> logging.Handler:
-    """Send the package's log to standard error, as the configuration says. Calling it again replaces the handler."""
+class _OwnersFile(RotatingFileHandler):
+    """A log file that only its owner reads; what is full becomes NAME.1, NAME.2..."""
+
+    def _open(self) -> IO[str]:
+        return open(self.baseFilename, self.mode, encoding=self.encoding,  # noqa: SIM115
+                    opener=lambda path, flags: os.open(path, flags, 0o600))
+
+
+def open_log(section: LogSection, standard_error: bool = True, file: Path | None = None) -> list[logging.Handler]:
+    """Send the package's log where the configuration says. Calling it again replaces the handlers.
+
+    standard_error: false where the terminal belongs to a screen. file: the place where section.file names none. Raises UsageError
+    when the file cannot be written.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)] if standard_error else []
+    path = Path(section.file).expanduser() if section.file else file
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_OwnersFile(path, maxBytes=section.file_mb << 20, backupCount=FILES_KEPT, encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"the log file {path} cannot be written: {error.strerror}.", "Name another place: log.file.") from None
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger = logging.getLogger("q27app")
     for old in [handler for handler in logger.handlers if getattr(handler, "is_q27app_log", False)]:
         logger.removeHandler(old)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.is_q27app_log = True  # type: ignore[attr-defined]
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if section.format == "json" else text)
-    logger.addHandler(handler)
+        if isinstance(old, RotatingFileHandler):
+            old.close()
+    for handler in handlers:
+        handler.is_q27app_log = True  # type: ignore[attr-defined]
+        handler.setFormatter(JsonFormatter() if section.format == "json" else text)
+        logger.addHandler(handler)
     logger.setLevel(section.level.upper())
     logger.propagate = False
-    return handler
+    return handlers

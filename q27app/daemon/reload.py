@@ -96,7 +96,7 @@ async def _apply(daemon: Daemon) -> Reloaded:
     loop = asyncio.get_running_loop()
     settings = engine_settings(new) if changed["model"] else daemon.engine.config
     text = await loop.run_in_executor(None, open_text, new) if changed["model"] else None
-    if {"log.format", "log.level"} & set(changed["live"]):
+    if any(key.startswith("log.") for key in changed["live"]):
         open_log(new.log)
     daemon.keys = keys
     daemon.config = merged(new, old, changed["model"])
