@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -27,7 +28,8 @@ SPEED = ["--depths", "0,300", "--depth-runs", "2", "--tokens", "4", "--runs", "2
 
 def bench(capfd, *arguments: str) -> dict:
     """The JSON of a successful benchmark."""
-    code = run(["bench", *arguments, "--json"])
+    with patch.object(sys, "argv", ["q27app", "bench", *arguments]):
+        code = run(["bench", *arguments, "--json"])
     out, err = capfd.readouterr()
     assert code == 0, err
     return json.loads(out)
@@ -42,7 +44,7 @@ def test_speed_reads_prompts_cold_and_warm(capfd, tmp_path):
     assert (deep["runs"], deep["server"], deep["num_tokens"]) == (2, "it", 4)
     assert deep["reuse_percent"] > 99 and deep["num_prompt"] == pytest.approx(300, rel=0.1)
     assert 10 < deep["decode_per_s"] < 105
-    assert report["stamp"]["command"].startswith("q27app ") and report["stamp"]["version"]
+    assert report["stamp"]["command"].startswith("q27app bench speed --url ") and report["stamp"]["version"]
     lines = list(csv.DictReader(io.StringIO((tmp_path / "t.csv").read_text())))
     assert [line["test"] for line in lines] == list(rows)
 
