@@ -88,9 +88,9 @@ async def _apply(daemon: Daemon) -> Reloaded:
 
     if daemon.reread is None:
         raise UsageError("this daemon was started without a configuration that could be read again.", "Restart it.")
-    old = daemon.config
-    changed = changed_keys(old, daemon.reread())
-    new = merged(daemon.reread(), old, changed["restart"])
+    old, read = daemon.config, daemon.reread()
+    changed = changed_keys(old, read)
+    new = merged(read, old, changed["restart"])
     keys = load_keys(new)
     check_exposure(new, keys)
     loop = asyncio.get_running_loop()
