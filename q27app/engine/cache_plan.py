@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from q27app.weights.container import Container, Tensor
 
 MAX_HOST_BYTES = 16 << 30
-MAX_DEVICE_SLOTS = {"numpy": 0, "cuda": 8}
+MAX_DEVICE_SLOTS = {"numpy": 0, "cuda": 64}
 LAYOUT_VERSION = 1
 """Grows when the meaning of a slot's or block's bytes, or the bits that prefill computes, change."""
 SAMPLE_BYTES = 4096

@@ -77,7 +77,7 @@ class EngineConfig:
     cache_host_bytes: int | None = None
     """Most host memory of kept states; None = a quarter of what is free, at most 16 GiB."""
     cache_device_slots: int | None = None
-    """States kept on the device beside those of requests; None = up to 8 on CUDA as far as they fit, none on NumPy."""
+    """States kept on the device beside those of requests; None = up to 64 on CUDA as far as a quarter of what is left holds them, none on NumPy."""
     cache_dir: str | Path | None = None
     """Folder where states survive the process; None = none."""
     cache_disk_bytes: int = 20 << 30

@@ -1,11 +1,13 @@
 """A pass, from the scheduler's Work to the model and back: arrays in, drawn tokens out.
 
-Every pass ends in one wait, so the engine never runs ahead of the device. Owned by the engine thread.
+`start` launches, `finish` waits: between the two the device computes and the host has time. Every pass is finished before the
+next one is started. Owned by the engine thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -24,8 +26,23 @@ class RunsBatches(Protocol):
 
     backend: Backend
     final: Buffer
+    num_fresh: int
+    """Passes so far that took longer than the next ones of their shape will, because they were recorded."""
 
     def forward(self, batch: Batch, state: State, warm_mtp: bool = True) -> Buffer: ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that was started. places: which rows have logits, part by part."""
+
+    work: Work
+    places: list[range]
+    logits: Buffer
+
+    @property
+    def draws(self) -> bool:
+        return any(map(len, self.places))
 
 
 class Runner:
@@ -41,28 +58,41 @@ class Runner:
         else:
             restore(slot)
 
-    def run(self, work: Work) -> list[Drawn]:
-        """Compute a pass and draw; one result a part. A deferred pass waits for `commit`, unless it commits what is accepted.
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the device computes while the host does something else between `start` and `finish`."""
+        return self.model.backend.is_ahead
 
-        Raises Q27Error."""
+    @property
+    def num_fresh(self) -> int:
+        return self.model.num_fresh
+
+    def start(self, work: Work) -> Pass:
+        """Launch a pass and its draws. A deferred pass waits for `commit`, unless it commits what is accepted. Raises Q27Error."""
         backend = self.model.backend
         places = _logit_places(work)
         batch = make_batch(work, [row for place in places for row in place])
-        logits = self.model.forward(batch, self.state, self.warm_mtp)
-        if not len(batch.logit_rows):
+        running = Pass(work, places, self.model.forward(batch, self.state, self.warm_mtp))
+        if running.draws:
+            rows = [row for part, place in zip(work.parts, places, strict=True) for row in _logit_rows(part, len(place))]
+            backend.sample(running.logits, sampling_rows(rows, self.vocab_size))
+            if work.is_deferred:
+                backend.accept()
+                if work.commits_what_is_accepted:
+                    backend.commit()
+        return running
+
+    def finish(self, running: Pass) -> list[Drawn]:
+        """Wait for a pass; one result a part. Raises Q27Error."""
+        backend, work, places = self.model.backend, running.work, running.places
+        if not running.draws:
             backend.download(self.model.final.rows(1))
             return [Drawn([]) for _ in work.parts]
-        rows = [row for part, place in zip(work.parts, places, strict=True) for row in _logit_rows(part, len(place))]
-        backend.sample(logits, sampling_rows(rows, self.vocab_size))
-        if work.is_deferred:
-            backend.accept()
-            if work.commits_what_is_accepted:
-                backend.commit()
         result = backend.result()
         ends = accumulate(len(place) for place in places)
         drawn = [_drawn(part, result, index, end) for index, (part, end) in enumerate(zip(work.parts, ends, strict=True))]
         if work.phase == "prefill" and work.parts[0].sequence.request.prompt_logits:
-            drawn = [Drawn(drawn[0].tokens, drawn[0].logprobs, backend.download(logits))]
+            drawn = [Drawn(drawn[0].tokens, drawn[0].logprobs, backend.download(running.logits))]
         return drawn
 
     def commit(self, num_rows: list[int]) -> None:

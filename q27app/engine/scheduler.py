@@ -111,6 +111,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
+    @property
+    def decodes_next(self) -> bool:
+        """The next pass is one of those who run, unless somebody comes."""
+        return bool(self.running) and not self.waiting and not (self.prefilling and self._is_prefill_next)
+
     # admission
 
     def admit(self) -> Iterator[tuple[Sequence, Match | None]]:
@@ -189,7 +194,8 @@ class Scheduler:
     def _prefill_work(self) -> Work:
         """The first one's next chunk, and the chunks of others that fit beside it whole."""
         parts: list[Part] = []
-        size = self.pace.chunk(self.prefill_chunk) if self.running else self.prefill_chunk
+        is_short = self.running or any(sequence.request.is_background for sequence in self.prefilling)
+        size = self.pace.chunk(self.prefill_chunk) if is_short else self.prefill_chunk
         room = size
         for sequence in list(self.prefilling):
             start, stop = sequence.num_computed, self._chunk_end(sequence, size)

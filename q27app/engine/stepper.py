@@ -1,6 +1,7 @@
-"""One iteration of the engine on a loaded model: admit -> next pass -> run -> cut -> commit -> apply -> deliver.
+"""One iteration of the engine on a loaded model: admit -> next pass -> start -> finish -> cut -> commit -> apply -> deliver.
 
-Owned by the engine thread. What a step raises:
+Receivers wake other threads, which then want the interpreter. On a device that computes by itself they do that while it does: what a
+step brought is delivered after the next step's decode pass was started. Owned by the engine thread. What a step raises:
 
     Q27Error                              ends the requests of that pass: nothing else was touched by it
     GpuError, EngineDied, anything else   is passed on, and ends the engine
@@ -37,6 +38,7 @@ class Stepper:
         self._drafter, self._cache = loaded.drafter, loaded.prefix_cache
         self._settler = Settler(self._scheduler)
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
+        self._lost: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +62,7 @@ class Stepper:
     def end_spare(self) -> None:
         """Stop what runs while nobody waits."""
         self._settler.preempt()
-        self._deliver()
+        self._deliver_all()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends it now; slot and blocks are free for the next step."""
@@ -71,7 +73,7 @@ class Stepper:
         """The engine is being closed."""
         for sequence in self._scheduler.sequences():
             self._scheduler.finish(sequence, FinishReason.ERROR, Overloaded("the engine is shutting down."))
-        self._deliver()
+        self._deliver_all()
         self._check()
 
     def step(self) -> None:
@@ -85,17 +87,20 @@ class Stepper:
             self._open(sequence, match)
         work = self._scheduler.next_work()
         if work is not None:
-            started = time.monotonic()
+            started, fresh = time.monotonic(), self._runner.num_fresh
             self._run(work)
-            self._count(work, (time.monotonic() - started) * 1e3)
-        self._deliver()
+            self._count(work, (time.monotonic() - started) * 1e3, self._runner.num_fresh == fresh)
+        self._end_lost()
+        if not (self._runner.is_ahead and self._scheduler.decodes_next):
+            self._deliver_all()
         self._check()
 
-    def _count(self, work: Work, ms: float) -> None:
+    def _count(self, work: Work, ms: float, is_usual: bool) -> None:
+        """is_usual: the pass took what the next ones of its shape will."""
         rows = sum(len(part.tokens) for part in work.parts)
         if work.phase == "prefill":
             self._scheduler.pace.record(rows, ms)
-        elif self._drafter is not None:
+        elif self._drafter is not None and is_usual:
             self._drafter.passed(rows, ms)
         self._meter.count_pass(work.phase == "prefill", rows)
 
@@ -109,7 +114,10 @@ class Stepper:
 
     def _run(self, work: Work) -> None:
         try:
-            drawn = self._runner.run(work)
+            running = self._runner.start(work)
+            if self._runner.is_ahead:
+                self._deliver()
+            drawn = self._runner.finish(running)
             vocab_size = self._scheduler.vocab_size
             cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size) if result.tokens else None
                                       for part, result in zip(work.parts, drawn, strict=True)]
@@ -125,12 +133,23 @@ class Stepper:
                     self._scheduler.finish(part.sequence, FinishReason.ERROR, error)
 
     def _deliver(self) -> None:
-        """Hand out the events, in order. A receiver that raises loses its request: it is cancelled."""
+        """Hand out the events, in order. A receiver that raises loses its request: `_end_lost` cancels it."""
         events = self._scheduler.events
         while events:
             sequence, event = events.popleft()
-            if not self.hand_out(sequence, event) and not sequence.is_finished:
-                self._scheduler.finish(sequence, FinishReason.CANCELLED)
+            if not self.hand_out(sequence, event):
+                self._lost.append(sequence)
+
+    def _end_lost(self) -> None:
+        """No pass is under way."""
+        while self._lost:
+            self.cancel(self._lost.pop())
+
+    def _deliver_all(self) -> None:
+        """No pass is under way."""
+        while self._scheduler.events:
+            self._deliver()
+            self._end_lost()
 
     def hand_out(self, sequence: Sequence, event: TokenEvent) -> bool:
         """Deliver one event; False if its receiver raised."""

@@ -96,6 +96,10 @@ class Replay(Protocol):
 class Backend(Protocol):
     name: str
     """"numpy" or "cuda"."""
+    is_ahead: bool
+    """Calls return before their work is done, so the host has time until a call that waits."""
+    row_groups: tuple[int, ...]
+    """Row-family passes launch alike whose longest sequences lie between the same two of these numbers of rows."""
 
     # memory
     def free_bytes(self) -> int: ...

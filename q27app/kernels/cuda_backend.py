@@ -19,7 +19,7 @@ from q27app.kernels.backend import LayerGeometry, Replay
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.compiler import Job
 from q27app.kernels.card import MAX_CONTEXT
-from q27app.kernels.cuda_attention import Attention
+from q27app.kernels.cuda_attention import ITEM_ROWS, Attention
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
@@ -64,7 +64,7 @@ def fixed_defines(card) -> dict[str, dict[str, int]]:
 class CudaBackend:
     """See `backend.Backend`. device: an open `launch.Device`; `open` makes one from options."""
 
-    name = "cuda"
+    name, is_ahead, row_groups = "cuda", True, ITEM_ROWS
 
     def __init__(self, device: Device, progress: Callable[[int, int], None] | None = None) -> None:
         self.device = device

@@ -69,7 +69,7 @@ class NumpyWeight:
 class NumpyBackend:
     """See `backend.Backend`."""
 
-    name = "numpy"
+    name, is_ahead, row_groups = "numpy", False, ()
 
     def __init__(self) -> None:
         self._blas_threads = leave_a_core() or 1

@@ -37,6 +37,10 @@ class Model:
         self.replays = Replays(backend)
 
     @property
+    def num_fresh(self) -> int:
+        return self.replays.num_fresh
+
+    @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
 
@@ -66,7 +70,7 @@ class Model:
         if batch.phase == "prefill":
             run()
         else:
-            self.replays.run((id(state), warm_mtp, *shape_of(batch)), run)
+            self.replays.run((id(state), warm_mtp, *shape_of(batch, self.backend.row_groups)), run)
         return logits
 
     def _run(self, rows: int, final: Buffer, logits: Buffer, warm_mtp: bool) -> None:
@@ -111,7 +115,7 @@ class Model:
     def _draft_step(self, batch: Batch, state: State, first: bool) -> Buffer:
         assert self.mtp is not None
         mtp, count, logits = self.mtp, batch.num_rows, self.logit_rows.rows(len(batch.logit_rows))
-        self.replays.run((id(state), first, *shape_of(batch)), lambda: mtp.draft(count, first, logits))
+        self.replays.run((id(state), first, *shape_of(batch, self.backend.row_groups)), lambda: mtp.draft(count, first, logits))
         return logits
 
     def _check(self, batch: Batch) -> None:

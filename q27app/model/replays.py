@@ -8,7 +8,7 @@ recording goes when there are too many.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence as Seq
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class Replays:
     def __init__(self, backend: Backend, limit: int = MAX_RECORDED) -> None:
         self._backend, self.limit = backend, limit
         self._recorded: OrderedDict[Hashable, Replay | None] = OrderedDict()
+        self.num_fresh = 0
+        """Runs so far that were no replays: they took longer than the next ones of their shape will."""
 
     def __len__(self) -> int:
         return sum(replay is not None for replay in self._recorded.values())
@@ -35,10 +37,12 @@ class Replays:
             return
         if key not in self._recorded:
             self._recorded[key] = None
+            self.num_fresh += 1
             run()
         else:
             replay = self._recorded[key]
             if replay is None:
+                self.num_fresh += 1
                 replay = self._recorded[key] = self._backend.record(run)
             replay()
         self._recorded.move_to_end(key)
@@ -55,10 +59,12 @@ class Replays:
         self._recorded.clear()
 
 
-def shape_of(batch: Batch) -> tuple:
+def shape_of(batch: Batch, row_groups: Seq[int] = ()) -> tuple:
     """What the launches of a row-family pass depend on. Up to MAX_DECODE_ROWS rows go through every stage together, so
-    only the number of sequences and the longest one count; more are cut at borders between sequences."""
+    only the number of sequences and the longest one count, by its group (`Backend.row_groups`); more are cut at borders
+    between sequences."""
     lengths = np.diff(batch.row_starts)
-    rows = batch.num_rows
-    cut = (batch.num_seqs, int(lengths.max())) if rows <= MAX_DECODE_ROWS else tuple(lengths.tolist())
+    rows, longest = batch.num_rows, int(lengths.max())
+    group = next((size for size in row_groups if size >= longest), longest)
+    cut = (batch.num_seqs, group) if rows <= MAX_DECODE_ROWS else tuple(lengths.tolist())
     return batch.phase, rows, cut, len(batch.logit_rows), batch.deferred

@@ -179,6 +179,18 @@ def test_a_receiver_that_raises_loses_its_request_and_nobody_else():
     assert good.tokens == expected_text(prompt_of(9), 30)
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_is_delivered_while_the_device_computes_the_next_one(is_ahead):
+    desk = Desk(slots=1)
+    desk.model.backend.is_ahead = is_ahead
+    known: list[int] = []
+    answer = desk.submit(Request("r", prompt_of(5), SamplingParams(max_tokens=6)))
+    desk.model.before = lambda batch: known.append(len(answer.tokens))
+    desk.run()
+    assert known == ([0, 0, 1, 2, 3, 4] if is_ahead else [0, 1, 2, 3, 4, 5])
+    assert answer.tokens == expected_text(prompt_of(5), 6)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 def test_an_error_in_a_pass_ends_the_requests_of_that_pass_only(phase):
     text = expected_text(prompt_of(5), 60)
@@ -346,3 +358,16 @@ def test_a_chunk_beside_running_streams_is_as_long_as_its_measured_price_allows(
     assert pace.chunk(1024) == 320
     pace.record(64, 6400)
     assert pace.chunk(1024) == 64
+
+
+def test_the_pace_knows_that_a_pass_has_a_price_of_its_own():
+    pace = PrefillPace(gap_ms=90)
+    pace.record(64, 41)
+    assert pace.chunk(1024) == 128, "at most twice what was measured"
+    pace.record(128, 50)
+    assert pace.chunk(1024) == 256
+    pace.record(256, 75)
+    assert pace.chunk(1024) == 320
+    for _ in range(20):
+        pace.record(320, 100)
+    assert pace.chunk(1024) == 256, "prices change as the context grows"

@@ -102,7 +102,7 @@ class ToyState:
 
 
 class ToyBackend:
-    name = "toy"
+    name, is_ahead = "toy", True
 
     def __init__(self) -> None:
         self.deferred: tuple[Batch, ToyState] | None = None
@@ -156,6 +156,7 @@ class ToyModel:
         self.final = ToyBuffer(np.zeros((0, 1), np.float32))
         self.passes: list[Batch] = []
         self.before: Callable[[Batch], None] = lambda batch: None
+        self.num_fresh = 0
 
     def forward(self, batch: Batch, state: ToyState, warm_mtp: bool = True) -> ToyBuffer:
         check_batch(batch, state)
