@@ -1,4 +1,4 @@
-"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors] [speed] [forced]`.
+"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [speed] [forced]`.
 
 codes: heads written by the device have the bytes of the NumPy codec; 25,000 rows are 200,000 heads, codes=131072 a million. errors: the 27B's heads against NumPy over the
 same cache, and a row's bits in groups of every size. speed: microseconds a layer, from graphs over 16 layers; the cache is
@@ -37,8 +37,8 @@ def codes(device, rows: int = 25_000) -> None:
         attempt(f"codes {name}", check)
 
 
-def errors(device) -> None:
-    for name in formats(device):
+def errors(device, only: str = "") -> None:
+    for name in [only] if only else formats(device):
         def check(name=name):
             bench = AttendBench(device, CONFIG, name, 640, 1, 1024)
             fill(bench, 40_000)
@@ -94,7 +94,7 @@ def main(names: list[str]) -> int:
     parts = {"codes": codes, "errors": errors, "speed": speed, "forced": forced}
     for name in names or list(parts):
         part, _, value = name.partition("=")
-        attempt(name, lambda part=part, value=value: parts[part](device, *([int(value)] if value else [])) or "done")
+        attempt(name, lambda part=part, value=value: parts[part](device, *([int(value) if value.isdigit() else value] if value else [])) or "done")
     line("failed", ", ".join(failures) or "nothing")
     return 1 if failures else 0
 

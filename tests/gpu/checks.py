@@ -167,17 +167,28 @@ def forced(device: CudaDevice) -> None:
     played.close()
 
 
-def sanitized(device: CudaDevice) -> None:
-    """Every kernel once at small shapes and all row counts, then at the 27B's width with 1, 8 and 17 rows; for compute-sanitizer."""
+def sanitized_nano(device: CudaDevice) -> None:
+    """Every kernel once at small shapes and all row counts, for compute-sanitizer."""
     nano = replace(cuda_checks.NANO, hidden_size=256, intermediate_size=512, vocab_size=640)
     for kv_format in ("fp16", "fp8"):
         attempt(f"nano {kv_format}", lambda kv_format=kv_format: big.touch_everything(device, nano, kv_format, (1, 2, 3, 5, 8, 12, 16, 17)))
+
+
+def sanitized_wide(device: CudaDevice) -> None:
+    """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows."""
     wide = replace(big.config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
     attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", (1, 8, 17)))
 
 
+def sanitized(device: CudaDevice) -> None:
+    """Both."""
+    sanitized_nano(device)
+    sanitized_wide(device)
+
+
 SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES),
-            "stages": stages, "models": models, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages, "sanitized": sanitized}
+            "stages": stages, "models": models, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages,
+            "sanitized": sanitized, "sanitized_nano": sanitized_nano, "sanitized_wide": sanitized_wide}
 
 
 def finish() -> int:

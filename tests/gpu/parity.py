@@ -121,19 +121,21 @@ def dense(line, attempt) -> None:
 
 
 def reference_of_27b(path: Path, target: Path) -> None:
-    """What NumPy says of 16 tokens through all layers of a checkpoint: made once, on any machine, for `all_layers`."""
+    """What NumPy says of 16 tokens through all layers of a checkpoint, in 10 MB: made once, on any machine, for `all_layers`."""
     from q27app.kernels.numpy_backend import NumpyBackend
 
     expected = Layers(NumpyBackend(), path, "fp16", 16).run([("prefill", list(range(1000, 1016)))])
-    np.savez(target, first=expected[0].astype(np.float32),
-             added=np.stack([after - before for before, after in zip(expected, expected[1:])]).astype(np.float32))
+    added = np.stack([after - before for before, after in zip(expected, expected[1:])])
+    sizes = np.sqrt((added**2).mean(-1, keepdims=True))
+    np.savez_compressed(target, first=expected[0].astype(np.float32), added=(added / sizes).astype(np.float16), sizes=sizes)
 
 
 def all_layers(line, attempt) -> None:
     """All 64 layers of the 27B for 16 tokens, against the file that GPU_REFERENCE names."""
     def check() -> str:
         stored = np.load(os.environ["GPU_REFERENCE"])
-        expected = list(np.cumsum(np.concatenate([stored["first"][None], stored["added"]]), axis=0, dtype=np.float64))
+        added = stored["added"].astype(np.float64) * stored["sizes"]
+        expected = list(np.cumsum(np.concatenate([stored["first"][None], added]), axis=0))
         backend = CudaBackend.open(CACHE)
         try:
             found = Layers(backend, models() / "q4s.q27", "fp16", 16).run([("prefill", list(range(1000, 1016)))])
@@ -146,13 +148,13 @@ def all_layers(line, attempt) -> None:
 
 def resume(line, attempt) -> None:
     """A long prompt cold, and resumed at multiples of 64 with tails of 1 to 63 rows: the same bits in the logits."""
-    def check(kv_format: str) -> str:
+    def check(size: str, kv_format: str) -> str:
         random = np.random.default_rng(11)
         tokens = [int(token) for token in random.integers(0, 2560, RESUMED_TOKENS)]
         places = sorted(int(place) * 64 for place in random.choice(np.arange(1, RESUMED_TOKENS // 64 - 1), NUM_RESUMED, replace=False))
         ends = {place: place + 1 + 62 * index // (NUM_RESUMED - 1) for index, place in enumerate(places)}
         with tempfile.TemporaryDirectory() as folder:
-            container = open_container(synthesize(Path(folder) / "dense.q27", "nano", "dense", "q4s"))
+            container = open_container(synthesize(Path(folder) / "dense.q27", size, "dense", "q4s"))
             backend = CudaBackend.open(CACHE)
             try:
                 model = load_model(backend, container, 1024)
@@ -182,8 +184,8 @@ def resume(line, attempt) -> None:
             finally:
                 backend.close()
 
-    for kv_format in ("fp16", "fp8"):
-        attempt(f"resumed prefill, {kv_format}", lambda kv_format=kv_format: check(kv_format))
+    for size, kv_format in (("nano", "fp16"), ("nano", "fp8"), (FULL_WIDTH, "fp8")):
+        attempt(f"resumed prefill, {size.partition(',')[0]}, {kv_format}", lambda size=size, kv_format=kv_format: check(size, kv_format))
 
 
 PARTS = {"dense": dense, "layers": all_layers, "resume": resume}

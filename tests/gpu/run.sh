@@ -19,7 +19,7 @@ for part in "$@"; do
   esac
   case "$part" in
     memcheck | racecheck) compute-sanitizer --tool "$part" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.checks sanitized ;;
-    played) Q27APP_FORCE_ARCH=86 Q27APP_MEMORY_CAP=24000000000 "$python" -m tests.gpu.checks played ;;
+    played) "$python" -m tests.gpu.checks played && Q27APP_FORCE_ARCH=86 Q27APP_MEMORY_CAP=24000000000 "$python" -m tests.gpu.checks played ;;
     *) "$python" -m tests.gpu.checks "$part" ;;
   esac || failed="$failed $part"
 done

@@ -31,15 +31,20 @@ def models() -> Path:
 
 
 def used_mib() -> int:
-    """Device memory in use by everybody."""
-    text = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True).stdout
-    return int(text.split()[0])
+    """Device memory in use by everybody on the first card that this process may see."""
+    return asked("memory.used")
+
+
+def asked(field: str) -> int:
+    """MiB, as nvidia-smi says."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "-i", card, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
 
 
 def taken(plan: dict, used: int) -> str:
     """What was taken since the plan was made, against it; used: MiB in use now, by this process alone."""
-    text = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True).stdout
-    before = int(text.split()[0]) - plan["free"] / 2**20
+    before = asked("memory.total") - plan["free"] / 2**20
     planned = plan["used"] / 2**20
     return f"taken {used - before:.0f} MiB of {planned:.0f} planned ({(used - before) / planned - 1:+.2%}), {before:.0f} by context and kernels before"
 
@@ -103,12 +108,13 @@ def chain(line, attempt) -> None:
 
 
 def played(line, attempt) -> None:
-    """The same as a card of compute capability 8.6 with 24 GB."""
+    """As what $Q27APP_FORCE_ARCH and $Q27APP_MEMORY_CAP say, or as it is: the chain at fp16 without drafts, to compare."""
     from q27app.config import played_card
 
-    line("plays", str(played_card()))
+    arch, cap = played_card()
+    line("plays", f"{arch}, {cap}")
     path = models() / "q4s.q27"
-    attempt("chain q4s fp16, played", lambda: chain_of(path, "fp16", "off", context=16384, slots=1))
+    attempt(f"chain q4s fp16, {'played' if arch else 'native'}", lambda: chain_of(path, "fp16", "off", context=16384, slots=1))
 
 
 def golden(line, attempt) -> None:
