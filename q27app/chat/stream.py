@@ -15,6 +15,9 @@ What this adds: only declared tools are called, values get their schema's types,
 
     a bare call                                          the same; one that a limit cuts is dropped and recorded
 
+Where the model itself ended and nothing but started calls came, they are shown as text, as the model wrote them: they never
+run, but an answer is not silent.
+
 Text that is only blanks, before or between calls and at the end, is not an answer and is dropped.
 """
 
@@ -75,6 +78,8 @@ class DeltaParser:
         self._make_id = make_id or (lambda: f"call_{next(numbers)}")
         self._reads_calls = reads_calls
         self._is_cut = False
+        self._has_text = False
+        self._dropped: list[str] = []
         self._deltas: list[Delta] = []
 
     @property
@@ -105,6 +110,9 @@ class DeltaParser:
         self._is_cut = is_cut
         deltas = self._take(self._splitter.finish(is_cut)) if self._splitter else []
         self._flush_text()
+        if not (is_cut or self._has_text or self.num_calls or self._stops.found is not None):
+            self._text("".join(self._dropped))
+            self._flush_text()
         return deltas + self._drain()
 
     def finish_reason(self, engine_reason: str) -> str:
@@ -140,8 +148,7 @@ class DeltaParser:
             self._miss(segment.text)
             self._text(segment.text)
         elif segment.kind == "dropped":
-            self.is_unfinished = True
-            self._miss(segment.text)
+            self._drop(segment.text)
         elif segment.call is not None:
             if self._reads_calls:
                 self._call(segment.call)
@@ -155,6 +162,7 @@ class DeltaParser:
     def _emit(self, kind: str, text: str) -> None:
         if not text:
             return
+        self._has_text = self._has_text or kind == "text"
         last = self._deltas[-1] if self._deltas else None
         if last is not None and last.kind == kind:
             self._deltas[-1] = replace(last, text=last.text + text)
@@ -200,8 +208,7 @@ class DeltaParser:
         if is_closed or not (_is_marker_rest(text) or text.lstrip().startswith(_CALL_STARTS)):
             self._text(text)
         elif not _is_marker_rest(text):
-            self.is_unfinished = True
-            self._miss(text)
+            self._drop(text)
 
     def _drifted(self, body: str, is_closed: bool) -> bool:
         """Reads a body, or a part of it, by the known deviations. False if no call is in it."""
@@ -224,12 +231,10 @@ class DeltaParser:
             if not segment.is_closed:
                 self.is_unfinished = True
             return
-        self._miss(segment.raw)
-        if segment.is_closed:
-            self._text(segment.raw)
-        elif not is_whole and (_is_marker_rest(words) or words.lstrip().startswith(_CALL_STARTS)):
-            self.is_unfinished = True
+        if not segment.is_closed and not is_whole and (_is_marker_rest(words) or words.lstrip().startswith(_CALL_STARTS)):
+            self._drop(segment.raw, has_words=not _is_marker_rest(words))
         else:
+            self._miss(segment.raw)
             self._text(segment.raw)
 
     def _is_offered(self, call: FoundCall) -> bool:
@@ -258,6 +263,13 @@ class DeltaParser:
             Delta("tool_args", text=text, call=ToolCall(call_id, found.name, {})),
             Delta("tool_end", call=ToolCall(call_id, found.name, arguments)),
         ]
+
+    def _drop(self, text: str, has_words: bool = True) -> None:
+        """A call that was started and never became one; has_words: more than markers."""
+        self.is_unfinished = True
+        self._miss(text)
+        if self._reads_calls and has_words:
+            self._dropped.append(text)
 
     def _miss(self, text: str) -> None:
         if len(self.missed) < MAX_MISSED:

@@ -210,12 +210,6 @@ def test_every_cut_runs_nothing_half_written():
         assert parser.finish_reason("length") in (("length", "tool_calls") if calls else ("length",))
 
 
-def test_a_started_call_is_recorded_and_not_shown():
-    found, parser = parse("Go.\n" + READ[:-30])
-    assert found == [("text", "Go.\n")]
-    assert parser.is_unfinished and len(parser.missed) == 1 and parser.finish_reason("stop") == "stop"
-
-
 def test_whole_calls_of_a_cut_wrapper_run():
     found, parser = parse('<tool_call>{"name":"Now"}\n{"name":"Shell","arg')
     assert found == [("Now", {})]
