@@ -83,6 +83,14 @@ def read_gpus() -> tuple[GpuInfo, ...]:
     return _with_nvml(_read_all, ())
 
 
+def card_used(pci_bus_id: str) -> int | None:
+    """Bytes in use by everybody on the card at this address; None where the driver does not tell."""
+    def read(nvml: Any) -> int:
+        return nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id.encode())).used
+
+    return _with_nvml(read, None)
+
+
 def read_driver() -> DriverInfo | None:
     """The driver's versions, or None without a working one."""
     return _with_nvml(_read_driver, None)

@@ -98,6 +98,10 @@ class CudaBackend:
     def free_bytes(self) -> int:
         return self.device.free_bytes()
 
+    @property
+    def runtime_bytes(self) -> int:
+        return self.device.context_bytes
+
     def empty(self, shape: tuple[int, ...], dtype: Any, name: str) -> CudaBuffer:
         dtype = np.dtype(dtype)
         address = self.buffers_arena.take(int(np.prod(shape)) * dtype.itemsize)

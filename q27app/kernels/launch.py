@@ -15,19 +15,31 @@ from typing import Any, Protocol
 import numpy as np
 
 from q27app.errors import GpuError, OutOfMemory
+from q27app.gpu import card_used
 from q27app.kernels.card import Card, forced_card
 from q27app.kernels.compiler import Compiler, Job
 
 CONTEXT_BYTES = 600 << 20
 """What a context and its modules take of a card, about."""
 
+LIKELY_CONTEXT = range(32 << 20, 1 << 30)
+"""Where others took or gave memory at the same moment, a difference is outside of this and CONTEXT_BYTES stands for it."""
+
 _DRIVER_HINT = "q27app doctor says what is missing."
+
+
+def _between(before: int | None, after: int | None) -> int:
+    """Bytes that a context took, from readings of the card."""
+    taken = -1 if before is None or after is None else after - before
+    return taken if taken in LIKELY_CONTEXT else CONTEXT_BYTES
 
 
 class Device(Protocol):
     """Addresses are integers. Everything but `download` and `synchronize` may be asynchronous, in order."""
 
     card: Card
+    context_bytes: int
+    """Memory of the card that the context itself took, programs included as far as they are known."""
 
     def free_bytes(self) -> int: ...
     def allocate(self, nbytes: int) -> int: ...
@@ -67,6 +79,7 @@ class CudaDevice:
         try:
             pycuda.init()
             self._device = pycuda.Device(index)
+            before = card_used(self._device.pci_bus_id())
             self._context = self._device.retain_primary_context()
             self._context.push()
         except pycuda.Error as error:
@@ -88,6 +101,7 @@ class CudaDevice:
         self._host_arrays: list[np.ndarray] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._capturing = False
+        self.context_bytes = _between(before, card_used(self._device.pci_bus_id()))
         atexit.register(self.close)
         if memory_cap:
             self._hold_ballast(memory_cap)

@@ -81,6 +81,8 @@ class NumpyBackend:
 
     # memory
 
+    runtime_bytes = 0
+
     def free_bytes(self) -> int:
         """Memory that the host could give to this process."""
         return int(read_host().memory_available or 0)

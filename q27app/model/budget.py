@@ -27,7 +27,8 @@ MIN_MOVED_CONTEXT = 32_768
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """free: bytes before anything is loaded. margin: bytes left alone. blocks are shared by all slots."""
+    """free: bytes before anything is loaded. margin: bytes left alone. blocks are shared by all slots. runtime: what the driver's
+    context and programs took before `free` was read."""
 
     free: int
     weights: int
@@ -43,6 +44,7 @@ class MemoryPlan:
     reasons: list[str] = field(default_factory=list)
     num_kept_slots: int = 0
     """Slots of kept states, beside those of requests."""
+    runtime: int = 0
 
     @property
     def used(self) -> int:
@@ -50,8 +52,13 @@ class MemoryPlan:
         return (self.weights + self.scratch + self.graphs + (self.num_slots + self.num_kept_slots) * self.slot_bytes
                 + self.num_blocks * self.block_bytes)
 
+    @property
+    def held(self) -> int:
+        """Bytes of the card that this process holds in all."""
+        return self.used + self.runtime
+
     def to_dict(self) -> dict:
-        return asdict(self) | {"used": self.used}
+        return asdict(self) | {"used": self.used, "held": self.held}
 
     def table(self) -> str:
         """The plan as aligned text, for start-up and errors."""
@@ -63,6 +70,7 @@ class MemoryPlan:
             ("graphs", self.graphs),
             ("reserve", self.margin),
             ("free after", self.free - self.used),
+            *([("runtime", self.runtime)] if self.runtime else []),
         ]
         return "\n".join(f"  {name:<10} {size / 1e9:9.3f} GB" for name, size in rows)
 
@@ -122,9 +130,9 @@ def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, 
 
 def plan_memory(
     config: ModelConfig, *, free: int, weights: int, scratch: int, kv_format: str, graphs: int = 0, margin: int = 0,
-    context: int | None = None, slots: int | None = None, max_auto_slots: int = 1, window_rows: int | None = None,
+    context: int | None = None, slots: int | None = None, max_auto_slots: int = 1, window_rows: int | None = None, runtime: int = 0,
 ) -> MemoryPlan:
-    """Size slots and context. context, slots: wishes; None = auto.
+    """Size slots and context. context, slots: wishes; None = auto. runtime: bytes that are no longer among the free ones.
 
     auto context: the native window, or the largest multiple of 1,024 that fits every slot. A wish that does not fit is
     refused with the largest that would. Windows above the native one are allowed when asked for, with a reason that warns.
@@ -163,7 +171,7 @@ def plan_memory(
             reasons.append(f"context: beyond the native window of {config.max_context}; quality is not warranted there")
     blocks = num_slots * -(-max_context // BLOCK_POSITIONS)
     plan = MemoryPlan(free, weights, scratch, graphs, margin, per_slot, num_slots, per_block, blocks, kv_format,
-                      max_context, reasons)
+                      max_context, reasons, runtime=runtime)
     minimum = min(MIN_CONTEXT, config.max_context) if context is None else context
     if fits < minimum:
         best = fits // BLOCK_POSITIONS * BLOCK_POSITIONS

@@ -102,7 +102,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result. reserve: bytes left alone; peak: the most that will be held, `memory.used` and the runtime."""
+    """The result. reserve: bytes left alone; peak: the most that will be held, the runtime included."""
 
     machine: Machine
     checkpoint: Checkpoint
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return self.memory.used + RUNTIME_BYTES
+        return self.memory.held
 
     def settings(self) -> dict[str, int | str]:
         """Keys of config.toml that make the engine follow the plan."""
@@ -208,7 +208,7 @@ class _Search:
 
         def plan(weights: int) -> MemoryPlan:
             return plan_memory(config, free=self.free, weights=weights, scratch=card_scratch_bytes(config, PREFILL_ROWS, LOGIT_ROWS),
-                               kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots)
+                               kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots, runtime=RUNTIME_BYTES)
 
         memory, in_host = place_embedding(plan, self.checkpoint.bytes_of(tier), self.checkpoint.embed_bytes(tier), self.embed,
                                           self.native if context is None else context)

@@ -49,7 +49,7 @@ def turns(config: EngineConfig, count: int, held: Callable[[], int]) -> list[Tur
             engine.load().result(WAIT_S)
             load_s, loaded, plan = time.monotonic() - started, held(), engine.status().plan
             engine.unload().result(WAIT_S)
-            found.append(Turn(loaded, held(), int(plan["used"]), load_s))
+            found.append(Turn(loaded, held(), int(plan["held"]), load_s))
     finally:
         engine.close()
     return found

@@ -42,11 +42,10 @@ def asked(field: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
 
 
-def taken(plan: dict, used: int) -> str:
-    """What was taken since the plan was made, against it; used: MiB in use now, by this process alone."""
-    before = asked("memory.total") - plan["free"] / 2**20
-    planned = plan["used"] / 2**20
-    return f"taken {used - before:.0f} MiB of {planned:.0f} planned ({(used - before) / planned - 1:+.2%}), {before:.0f} by context and kernels before"
+def taken(plan: dict, before: int, used: int) -> str:
+    """What this process took, against the plan; before, used: MiB in use by everybody before it began and now."""
+    planned = plan["held"] / 2**20
+    return f"taken {used - before} MiB of {planned:.0f} planned ({(used - before) / planned - 1:+.2%}), {plan['runtime'] / 2**20:.0f} of them by the context"
 
 
 def open_engine(path: Path, **options) -> tuple[Engine, float]:
@@ -89,7 +88,7 @@ def chain_of(path: Path, kv: str, draft: str = "off", **options) -> str:
         _, long = answer(engine, (1000 + i % 1000 for i in range(2048)), 2, "long")
         plan = engine.status().plan
         text = (f"ready {seconds:.1f} s, {path.stat().st_size / 1e9 / seconds:.2f} GB/s; decode {1000 * (len(tokens) - 1) / max(stats.decode_ms, 1e-9):.1f} tok/s in {stats.num_steps} steps"
-                f"; prefill of 2,048 {2048000 / long.stats.prefill_ms:.0f} tok/s; used MiB {before} -> {ready} -> {after} -> {used_mib()}; {taken(plan, ready)}"
+                f"; prefill of 2,048 {2048000 / long.stats.prefill_ms:.0f} tok/s; used MiB {before} -> {ready} -> {after} -> {used_mib()}; {taken(plan, before, ready)}"
                 f" (weights {plan['weights'] / 2**20:.0f}, scratch {plan['scratch'] / 2**20:.0f}, slots {plan['num_slots']} x {plan['slot_bytes'] / 2**20:.0f}, blocks {plan['num_blocks'] * plan['block_bytes'] / 2**20:.0f})")
         if wrong is not None or len(tokens) != CHAIN:
             raise AssertionError(f"token {wrong} is {tokens[wrong] if wrong is not None else None}, expected "
@@ -217,7 +216,7 @@ def daemon(line, attempt) -> None:
             grown = after - ready
             assert " t1003 t1004 t1005" in text, f"{text[:200]!r}"
             return (f"ready in {seconds:.1f} s ({path.stat().st_size / 1e9 / seconds:.2f} GB/s), first text after {first * 1000:.0f} ms, {total:.2f} s for 64 tokens; MiB {before} -> {ready}, "
-                    f"{taken(plan, ready)}, grown {grown}; weights compared in {json.loads(verified)['weights']['seconds']} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
+                    f"{taken(plan, before, ready)}, grown {grown}; weights compared in {json.loads(verified)['weights']['seconds']} s; context {plan['max_context']} x {plan['num_slots']} slots; reasons {plan['reasons']}")
         finally:
             process.send_signal(signal.SIGTERM)
             line("exit code", str(process.wait(60)))

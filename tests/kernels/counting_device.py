@@ -19,6 +19,7 @@ class CountingDevice:
     """See `launch.Device`. total: bytes of the card. Every downloaded word is 1: one accepted row, token 1."""
 
     is_recording = False
+    context_bytes = 400 << 20
 
     def __init__(self, card: Card, total: int = 141 << 30) -> None:
         self.card, self.total = card, total

@@ -53,6 +53,7 @@ def test_what_is_taken_is_what_was_planned(served, card, tier, size):
     engine, device = served(card, tier, size, context=4096, slots=2, kv_format="fp16")
     plan = engine.status().plan
     assert device.used == plan["used"] - plan["graphs"]
+    assert plan["held"] == plan["used"] + device.context_bytes
     weights = engine._loaded.model.backend.weights_arena
     assert len(weights._chunks) == 1, "the reserved chunk was too small"
     assert weights.nbytes - engine._loaded.model.weights.nbytes < 6000 * 100

@@ -35,6 +35,7 @@ class EmulatedDevice:
     """See `launch.Device`. Guards of NaN stand around every allocation and are checked when it is released."""
 
     GUARD = 256
+    context_bytes = 0
 
     def __init__(self, card: Card = CARD, cache: Path | None = None) -> None:
         self.card = card
