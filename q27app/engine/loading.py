@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from q27app.engine.block_pool import BlockPool
 from q27app.engine.cache_plan import CachePlan, fingerprint_of, open_cache, plan_cache
+from q27app.engine.depth import PassPrices
 from q27app.engine.draft_mtp import MIN_MARGIN, MtpDrafter
 from q27app.engine.drafter import Drafter
 from q27app.engine.prefix_cache import PrefixCache
 from q27app.engine.runner import RunsBatches
 from q27app.engine.slot_pool import SlotPool
+from q27app.engine.warm_up import WarmUp
 from q27app.errors import UsageError
 from q27app.kernels.backend import State
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
@@ -69,7 +71,7 @@ class EngineConfig:
     max_draft: int = 15
     """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
     warm_up: bool = False
-    """Run, record and time every usual shape of a pass before the first request."""
+    """Run, record and time every usual shape of a pass before the first request; else a card does that while nobody waits."""
     fixed_draft: bool = False
     """Always draft max_draft tokens (tests, measurements)."""
     cache: bool = True
@@ -112,6 +114,8 @@ class Loaded:
     prefill_chunk: int
     drafter: Drafter | None = None
     prefix_cache: PrefixCache | None = None
+    warm_up: WarmUp | None = None
+    """What is still to be run once while nobody waits."""
     info: dict[str, Any] = field(default_factory=dict)
     checksums: tuple[tuple[str, int], ...] = ()
     """(names, checksum) of each weight when it had been loaded; () unless asked for."""
@@ -160,6 +164,7 @@ def _load(
 ) -> Loaded:
     from q27app.model.budget import MAX_CONTEXT, place_embedding
     from q27app.model.forward import load_model
+    from q27app.model.replays import most_recorded
     from q27app.model.weights import weight_bytes
 
     chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
@@ -179,18 +184,16 @@ def _load(
     plan = _plan(config, backend, geometry, free, weights, max_rows, scratch(MAX_CONTEXT // BLOCK_POSITIONS))
     if in_host:
         plan = replace(plan, reasons=[*plan.reasons, *(text for text in before.reasons if text.startswith("embedding: "))])
-    cache_plan = CachePlan()
-    if config.cache:
-        cache_plan = plan_cache(plan, backend.name, config.cache_host_bytes, config.cache_device_slots)
-        plan = replace(plan, num_blocks=plan.num_blocks + cache_plan.num_blocks, num_kept_slots=cache_plan.num_slots, reasons=[*plan.reasons, (
-            f"prefix cache: {cache_plan.num_blocks} of the blocks, {cache_plan.num_slots} states on the device, "
-            f"{cache_plan.host_bytes / 1e9:.1f} GB of host memory")])
+    plan, cache_plan = _with_cache(config, plan, backend.name)
     plan = replace(plan, scratch=scratch(plan.num_blocks))
+    model.replays.limit = most_recorded(plan.num_slots)
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
     blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
-    if config.warm_up:
-        _warm_up(model, state, plan.num_slots, drafter)
+    slots = SlotPool(plan.num_slots)
+    warm_up = _warm_up(model, state, slots, blocks, drafter)
+    while config.warm_up and warm_up.has_work:
+        warm_up.step()
 
     def close() -> None:
         if cache is not None:
@@ -201,16 +204,27 @@ def _load(
         model=model,
         state=state,
         plan=plan,
-        slots=SlotPool(plan.num_slots),
+        slots=slots,
         blocks=blocks,
         vocab_size=geometry.vocab_size,
         prefill_chunk=chunk,
         drafter=drafter,
         prefix_cache=cache,
+        warm_up=warm_up if backend.is_ahead else None,
         info=_info(config, backend.name, container, geometry, plan),
         checksums=tuple(backend.checksums()) if config.verify_weights else (),
         close=close,
     )
+
+
+def _with_cache(config: EngineConfig, plan: MemoryPlan, backend_name: str) -> tuple[MemoryPlan, CachePlan]:
+    if not config.cache:
+        return plan, CachePlan()
+    cache = plan_cache(plan, backend_name, config.cache_host_bytes, config.cache_device_slots)
+    reason = (f"prefix cache: {cache.num_blocks} of the blocks, {cache.num_slots} states on the device, "
+              f"{cache.host_bytes / 1e9:.1f} GB of host memory")
+    plan = replace(plan, num_blocks=plan.num_blocks + cache.num_blocks, num_kept_slots=cache.num_slots, reasons=[*plan.reasons, reason])
+    return plan, cache
 
 
 def _cache(
@@ -225,18 +239,13 @@ def _cache(
     return open_cache(cache_plan, state, blocks, slots, config.cache_dir, config.cache_disk_bytes, fingerprint)
 
 
-def _warm_up(model: Any, state: State, num_slots: int, drafter: Drafts | None) -> None:
-    from q27app.engine.depth import PassPrices
-    from q27app.engine.warm_up import warm_up
-
+def _warm_up(model: Any, state: State, slots: SlotPool, blocks: BlockPool, drafter: Drafts | None) -> WarmUp:
     if drafter is None:
-        warm_up(model, state, num_slots, 0, False, PassPrices())
-    else:
-        warm_up(model, state, num_slots, drafter.cap, drafter.needs_mtp, drafter.prices)
+        return WarmUp(model, state, slots, blocks, 0, False, PassPrices())
+    return WarmUp(model, state, slots, blocks, drafter.cap, drafter.needs_mtp, drafter.prices)
 
 
 def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafts | None:
-    from q27app.engine.depth import PassPrices
     from q27app.engine.drafts import Drafts
 
     if config.draft == "off":
@@ -254,11 +263,11 @@ def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, 
           scratch: int | None = None) -> MemoryPlan:
     """scratch: bytes of it, None = estimated."""
     from q27app.model.budget import automatic_kv_formats, card_scratch_bytes, plan_memory, plan_with_best_format, scratch_bytes
-    from q27app.model.replays import MAX_RECORDED
+    from q27app.model.replays import most_recorded
 
     estimate = scratch_bytes if backend.name == "numpy" else card_scratch_bytes
     sizes = {
-        "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * MAX_RECORDED,
+        "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * most_recorded(config.slots or MAX_AUTO_SLOTS),
         "scratch": estimate(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
         "window_rows": None if backend.name == "numpy" else geometry.conv_width, "runtime": backend.runtime_bytes,

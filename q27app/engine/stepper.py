@@ -36,7 +36,7 @@ class Stepper:
                                     loaded.drafter, loaded.prefix_cache)
         self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp)
         self._drafter, self._cache = loaded.drafter, loaded.prefix_cache
-        self._settler = Settler(self._scheduler)
+        self._settler, self._warm_up = Settler(self._scheduler), loaded.warm_up
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
         self._lost: list[Sequence] = []
 
@@ -48,7 +48,11 @@ class Stepper:
     @property
     def has_spare_work(self) -> bool:
         """There is something to do while nobody waits."""
-        return self._settler.has_work or (self._cache is not None and self._cache.has_spare_work)
+        return self._settler.has_work or self._cache is not None and self._cache.has_spare_work or self._warms_up
+
+    @property
+    def _warms_up(self) -> bool:
+        return self._warm_up is not None and self._warm_up.has_work
 
     def add(self, sequence: Sequence) -> None:
         self._settler.preempt()
@@ -83,6 +87,8 @@ class Stepper:
                 self._cache.spare_step()
             elif not self._settler.is_running:
                 self._settler.begin()
+            if self._warm_up is not None and self._warm_up.has_work and not self._settler.is_running:
+                self._warm_up.step()
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
         work = self._scheduler.next_work()

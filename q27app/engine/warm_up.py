@@ -1,45 +1,122 @@
-"""What happens between loading and the first request: every usual shape of a pass is run, recorded and timed, so that no request
-waits for a recording and the depth of drafts is chosen by measured prices from the first step on.
+"""Every usual shape of a pass is run, recorded and timed while nobody waits, so that no request waits for a recording, for a kernel
+that is loaded at its first use, and the depth of drafts is chosen by measured prices from the first step on.
+
+Likely shapes come first; a step is one shape, some 30 ms on a card. Owned by the engine thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, Literal
 
 import numpy as np
 
+from q27app.engine.block_pool import BlockPool, blocks_of
 from q27app.engine.depth import PassPrices
 from q27app.engine.request import SamplingParams
 from q27app.engine.sampling import LogitRow, sampling_rows
+from q27app.engine.slot_pool import SlotPool
+from q27app.errors import OutOfMemory
 from q27app.kernels.backend import State
-from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Phase
+from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Batch, Phase
 
 TIMES = 3
 """Runs of a shape: plainly, recorded, timed."""
+STEPS = 4
+"""Draft steps of a chain that is timed."""
+SAMPLERS = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.9))
+"""A greedy row, and one that runs every kernel of a draw."""
+
+Shape = tuple[Literal["prefill", "rows", "draft"], tuple[int, ...]]
+"""What is run, and the rows of each sequence."""
 
 
-def warm_up(model: Any, state: State, num_slots: int, max_draft: int, drafts_mtp: bool, prices: PassPrices) -> None:
-    """Run passes of one sequence with 1 to 1 + max_draft rows, plain decodes of several sequences, and draft steps.
+def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool) -> list[Shape]:
+    """Shapes of a server with num_slots slots, the likeliest first. max_draft 0: no drafts. drafts_mtp: the draft layer is used.
 
-    model: `model.forward.Model`; the slots are empty afterwards. max_draft 0: no drafts. drafts_mtp: the draft layer is used.
-    """
-    count = min(num_slots, state.num_blocks, MAX_DECODE_ROWS)
-    for rows in range(1, 2 + max_draft):
-        phase: Phase = "verify" if rows > 1 else "decode"
-        prices.record_pass(rows, _timed(lambda: _forward(model, state, _batch(phase, [rows]), drafts_mtp)))
+    Several sequences with drafts share the rows of a pass about alike."""
+    count = min(num_slots, MAX_DECODE_ROWS)
+    deepest = min(max_draft, MAX_DECODE_ROWS - 1)
+    shapes: list[Shape] = [("prefill", (2 * BLOCK_POSITIONS,)), ("rows", (1,))]
+    shapes += [("draft", (1,))] if drafts_mtp else []
+    shapes += [("rows", (1 + depth,)) for depth in range(1, deepest + 1)]
     for together in range(2, count + 1):
-        _timed(lambda: _forward(model, state, _batch("decode", [1] * together), drafts_mtp))
-    for together in range(1, count + 1 if drafts_mtp else 1):
-        steps = min(4, MAX_DECODE_ROWS - 1)
-        draws = sampling_rows([LogitRow(SamplingParams(), 2)] * together, model.config.vocab_size)
-        limits = np.full(together, steps, np.int32)
-        ms = _timed(lambda: model.draft_chain(_batch("draft", [1] * together), state, True, steps, draws, limits)) / steps
-        if together == 1:
-            prices.record_step(ms)
-    for slot in range(count):
-        state.clear_slot(slot)
+        shapes += [("rows", (1,) * together)] + ([("draft", (1,) * together)] if drafts_mtp else [])
+    for together in range(2, count + 1):
+        for rows in range(together + 1, min(MAX_DECODE_ROWS, together * (1 + deepest)) + 1):
+            each, more = divmod(rows, together)
+            shapes.append(("rows", tuple(each + (index < more) for index in range(together))))
+    return shapes
+
+
+class WarmUp:
+    """The shapes of a loaded model that are still to be run. model: `model.forward.Model`. slots, blocks: those of requests,
+    borrowed for a step; blocks of kept states are never touched."""
+
+    def __init__(self, model: Any, state: State, slots: SlotPool, blocks: BlockPool, max_draft: int, drafts_mtp: bool,
+                 prices: PassPrices) -> None:
+        self._model, self._state, self._slots, self._blocks = model, state, slots, blocks
+        self._drafts_mtp, self._prices = drafts_mtp, prices
+        self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._shapes)
+
+    def step(self) -> None:
+        """Run the next shape, if slots and blocks for it are free; else it is given up. Nobody waits for anything."""
+        kind, lengths = self._shapes.popleft()
+        reach = max(lengths) + (STEPS if kind == "draft" else 0)
+        width = blocks_of(1 + reach)
+        blocks = self._blocks.allocate(width * len(lengths))
+        if blocks is None or self._slots.num_free < len(lengths):
+            self._blocks.release(np.zeros(0, np.int32) if blocks is None else blocks)
+            return
+        slots = [slot for slot in (self._slots.allocate() for _ in lengths) if slot is not None]
+        try:
+            for slot in slots:
+                self._state.clear_slot(slot)
+            self._run(kind, lengths, slots, blocks.reshape(len(lengths), width))
+            for slot in slots:
+                self._state.clear_slot(slot)
+        except OutOfMemory:
+            self._shapes.clear()
+        finally:
+            for slot in slots:
+                self._slots.release(slot)
+            self._blocks.release(blocks)
+
+    def _run(self, kind: str, lengths: tuple[int, ...], slots: list[int], tables: np.ndarray) -> None:
+        is_alone = len(lengths) == 1
+        if kind == "draft":
+            draws = sampling_rows([LogitRow(SamplingParams(), 2)] * len(lengths), self._model.config.vocab_size)
+            limits = np.full(len(lengths), STEPS, np.int32)
+            batch = _batch("draft", lengths, slots, tables)
+            ms = _timed(lambda: self._model.draft_chain(batch, self._state, True, STEPS, draws, limits)) / STEPS
+            if is_alone:
+                self._prices.record_step(ms)
+            return
+        phase: Phase = "prefill" if kind == "prefill" else "verify" if max(lengths) > 1 else "decode"
+        batch = _batch(phase, lengths, slots, tables)
+        if phase == "prefill":
+            self._forward(batch)
+        else:
+            ms = _timed(lambda: self._forward(batch))
+            if is_alone:
+                self._prices.record_pass(batch.num_rows, ms)
+
+    def _forward(self, batch: Batch) -> None:
+        """A pass and its draws."""
+        backend, config = self._model.backend, self._model.config
+        logits = self._model.forward(batch, self._state, self._drafts_mtp)
+        for params in SAMPLERS[:1 + (batch.phase == "prefill")]:
+            backend.sample(logits, sampling_rows([LogitRow(params, 2)] * len(batch.logit_rows), config.vocab_size))
+            if batch.deferred:
+                backend.accept()
+                backend.commit()
+            backend.result()
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -50,21 +127,17 @@ def _timed(run: Callable[[], Any]) -> float:
     return (time.monotonic() - started) * 1e3
 
 
-def _forward(model: Any, state: State, batch: Batch, warms_mtp: bool) -> None:
-    model.forward(batch, state, warms_mtp)
-    model.backend.download(model.final.rows(1))
-
-
-def _batch(phase: Phase, lengths: list[int]) -> Batch:
-    """Sequence i in slot i and block i, from position 1: nobody decodes at 0."""
-    rows = sum(lengths)
+def _batch(phase: Phase, lengths: Seq[int], slots: list[int], tables: np.ndarray) -> Batch:
+    """Sequences in these slots, tables int32 [sequences, blocks] their blocks; rows from position 1, for nobody decodes at 0, a
+    prefill from 0."""
+    rows, start = sum(lengths), int(phase != "prefill")
     return Batch(
         phase=phase,
         tokens=np.zeros(rows, np.int32),
-        positions=np.concatenate([np.arange(1, 1 + length) for length in lengths]).astype(np.int32),
+        positions=np.concatenate([np.arange(start, start + length) for length in lengths]).astype(np.int32),
         row_starts=np.cumsum([0, *lengths]).astype(np.int32),
-        slots=np.arange(len(lengths), dtype=np.int32),
-        block_tables=np.arange(len(lengths), dtype=np.int32)[:, None],
-        logit_rows=np.arange(rows, dtype=np.int32),
+        slots=np.array(slots, np.int32),
+        block_tables=tables.astype(np.int32),
+        logit_rows=np.array([rows - 1], np.int32) if phase == "prefill" else np.arange(rows, dtype=np.int32),
         deferred=phase == "verify",
     )
