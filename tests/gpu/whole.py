@@ -1,7 +1,8 @@
 """The whole program on a card: golden checkpoints, the engine on a constructed 27B, the daemon, many steps, repeated starts.
 
 Each part is a function of (line, attempt) as in `checks.py`; paths of checkpoints come from the environment:
-GPU_MODELS, a folder with 27B checkpoints by tier (q4s.q27, ...), GPU_TIER, GPU_SHORT (fp8 KV alone), and Q27APP_SHARED, the folder with the oracle.
+GPU_MODELS, a folder with 27B checkpoints by tier (q4s.q27, ...), GPU_TIER, GPU_SHORT (fp8 KV alone), Q27APP_SHARED, the folder with the oracle, and
+GPU_GOLDEN, names of its checkpoints if not all.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def golden(line, attempt) -> None:
             finally:
                 backend.close()
 
-    for name in ("default", "equal-heads-tied", "small-r3", "small-equal"):
+    for name in os.environ.get("GPU_GOLDEN", "default equal-heads-tied small-r3 small-equal").split():
         attempt(f"golden {name} F16", lambda name=name: check(name))
 
 
