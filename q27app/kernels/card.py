@@ -59,7 +59,7 @@ class Card:
 
     def linear_tiles_defines(self) -> dict[str, int]:
         if self.has_warpgroups:
-            return {"WARPGROUPS": 1, "WIDE_TOKENS": 128, "TILE_STAGES": 8}
+            return {"WARPGROUPS": 1}
         return {"WARPGROUPS": 0, "WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WARPGROUPS": 0, "WIDE_TOKENS": 128, "TILE_STAGES": 2}
 
     def attend_defines(self) -> dict[str, int]:

@@ -12,11 +12,6 @@ from q27app.kernels.cuda_weights import (
 from q27app.kernels.memory import CudaBuffer
 
 NARROW_TOKENS, ROW_PAD = 64, 8
-NARROW_ROWS = 192
-"""Prefill rows up to which warpgroups take narrow blocks."""
-SIDE_BY_SIDE_ROWS = 512
-"""Prefill rows up to which the K splits of a matrix run side by side."""
-MAX_TILE_SPLITS = 4
 KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
@@ -38,23 +33,55 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
         raise Q27Error(f"{what}: weight {list(weight.shape)}, expected [{width_out}, {width_in}].")
 
 
-def tile_splits(card, weight: CudaWeight) -> int:
-    """K splits of a matrix whose sums are added to the residual, in prefill: fixed for matrix and card, whatever the rows.
+@dataclass(frozen=True)
+class TileShape:
+    """How a block of linear_tiles cuts out: weight tiles, tokens, threads. at_once: blocks on a multiprocessor. share: of the speed
+    that the largest blocks reach where they fill the card; it serves to choose."""
 
-    By warps, long prompts lose more to splits that run in turn than short ones win by those that run side by side."""
+    name: str
+    tiles: int
+    tokens: int
+    threads: int
+    at_once: int
+    share: float
+
+    def shared_bytes(self, card, kind: int) -> int:
+        """Dynamic shared memory (tiles_warp.cuh, tiles_warpgroup.cuh)."""
+        if not card.has_warpgroups:
+            return card.linear_tiles_defines()["TILE_STAGES"] * (self.tiles * UNIT_BYTES[kind] + self.tokens * (UNIT_COLS + ROW_PAD) * 2)
+        stage = self.tiles * UNIT_BYTES[kind] + self.tokens * UNIT_COLS * 2
+        return RING_START + min(MAX_STAGES, (SM_SHARED // self.at_once - 1024 - RING_START) // stage) * stage
+
+    def blocks(self, tiles: int, rows: int) -> int:
+        """Of a number type's tiles, segment by segment, and all rows."""
+        return -(-tiles // self.tiles) * -(-rows // self.tokens)
+
+
+RING_START, MAX_STAGES, SM_SHARED = 2048, 8, 228 * 1024
+
+
+def tile_shapes(card, stage: str) -> tuple[TileShape, ...]:
+    """The shapes that a stage's kernels were built for; which of them runs changes no bit."""
     if not card.has_warpgroups:
-        return 1
-    blocks = sum(-(-segment.num_tiles // 8) for segment in weight.segments)
-    return max(1, min(MAX_TILE_SPLITS, weight.units // 8, -(-card.num_sms // blocks)))
+        return (TileShape("wide", 8, card.linear_tiles_defines()["WIDE_TOKENS"], 256, 1, 1.0), TileShape("narrow", 8, NARROW_TOKENS, 256, 1, 1.0))
+    alone = stage == "gate_up"
+    shapes = (TileShape("wide", 16, 128, 256, 1, 1.0), TileShape("narrow", 16, 64, 256, 2, 0.8),
+              TileShape("slim", 8, 64, 128 if alone else 256, 3 if alone else 2, 0.65), TileShape("few", 4, 64, 128, 4, 0.45),
+              TileShape("long", 8, 256, 256, 1, 0.95))
+    return shapes[:3] if alone else shapes
 
 
-def tiles_shared_bytes(card, kind: int, tokens: int, tiles: int) -> int:
-    """Dynamic shared memory of linear_tiles for a number type (tiles_warp.cuh, tiles_warpgroup.cuh)."""
-    stages = card.linear_tiles_defines()["TILE_STAGES"]
+def choose_shape(card, stage: str, segments, rows: int) -> TileShape:
+    """The shape whose last block ends first, by its area and the share of the full speed."""
+    shapes = tile_shapes(card, stage)
     if not card.has_warpgroups:
-        return stages * (tiles * UNIT_BYTES[kind] + tokens * (UNIT_COLS + ROW_PAD) * 2)
-    share = {KIND_Q4: stages, KIND_Q8: stages * 3 // 4, KIND_F16: stages // 2}[kind]
-    return 2048 + share * (tiles * UNIT_BYTES[kind] + tokens * UNIT_COLS * 2)
+        return shapes[rows <= NARROW_TOKENS]
+
+    def cost(shape: TileShape) -> float:
+        blocks = sum(shape.blocks(segment.num_tiles, rows) for segment in segments)
+        return -(-blocks // max(1, card.num_sms)) * shape.tiles * shape.tokens / shape.share
+
+    return min(shapes, key=cost)
 
 
 class LinearStages:
@@ -131,24 +158,19 @@ class LinearStages:
         backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
             int(card.has_warpgroups)), dependent=False)
-        wide = rows > (NARROW_ROWS if card.has_warpgroups else NARROW_TOKENS)
-        tokens = card.linear_tiles_defines()["WIDE_TOKENS"] if wide else NARROW_TOKENS
-        tiles = 16 if wide and card.has_warpgroups else 8
-        splits = tile_splits(card, weight) if stage == "add" else 1
-        together = splits > 1 and rows <= SIDE_BY_SIDE_ROWS and backend.scratch.holds(splits * rows * out_rows * 4)
-        partial = backend.scratch.split_sums(splits * rows * out_rows * 4) if together else 0
-        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, partial, weight.segment_args(), len(weight.segments),
-                                     rows, weight.units, weight.wrap, padded, out.shape[1], out_rows, splits)
-        threads, depth = 128 if card.has_warpgroups and not wide else 256, splits if together else 1
-        blocks = {kind: sum(-(-segment.num_tiles // tiles) for segment in weight.segments if segment.kind == kind)
-                  for kind in {segment.kind for segment in weight.segments}}
-        for index, kind in enumerate(sorted(blocks, key=lambda kind: (-blocks[kind], kind))):
+        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, weight.segment_args(), len(weight.segments), rows,
+                                     weight.units, weight.wrap, padded, out.shape[1], out_rows)
+        kinds = {segment.kind: sum(other.num_tiles for other in weight.segments if other.kind == segment.kind) for segment in weight.segments}
+        for index, kind in enumerate(sorted(kinds, key=lambda kind: (-kinds[kind], kind))):
+            segments = [segment for segment in weight.segments if segment.kind == kind]
+            shape = choose_shape(card, stage, segments, rows)
+            name, shared = f"linear_tiles_{stage}_{shape.name}_{KIND_NAMES[kind]}", shape.shared_bytes(card, kind)
+            blocks = sum(-(-segment.num_tiles // shape.tiles) for segment in segments)
+            grid = (-(-rows // shape.tokens), blocks)
+            if card.has_warpgroups:
+                grid = (min(grid[0] * grid[1], shape.at_once * card.num_sms),)
             # the launches after the first may run beside it: they wait for nothing but its start
-            backend.launch("linear_tiles", f"linear_tiles_{stage}_{'wide' if wide else 'narrow'}_{KIND_NAMES[kind]}",
-                           (-(-rows // tokens), blocks[kind], depth), threads, tiles_shared_bytes(card, kind, tokens, tiles), args,
-                           dependent=index > 0)
-        if together:
-            backend.launch("linear_tiles", "linear_tiles_merge", (rows,), 256, 0, args, dependent=False)
+            backend.launch("linear_tiles", name, grid, shape.threads, shared, args, dependent=index > 0)
 
     # rows in and out
 

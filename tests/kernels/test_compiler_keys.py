@@ -123,7 +123,7 @@ def block_size(name: str, defines: dict[str, int]) -> int:
         return 1024
     if name in ("delta_step", "delta_chunk"):
         return delta_threads(defines)
-    if name.startswith("linear_tiles_") and name.endswith("narrow") and defines["WARPGROUPS"]:
+    if name.startswith(("linear_tiles_gate_up_slim", "linear_tiles_plain_few", "linear_tiles_add_few")):
         return 128
     return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256
 

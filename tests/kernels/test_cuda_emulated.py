@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from q27app.kernels import card as card_module, cuda_linear, reference
 from q27app.kernels.batch import SamplingRows
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
-from q27app.weights.dtypes import F16, Q4_G64
+from q27app.weights.dtypes import F16, F32, Q4_G64
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
 from tests.kernels.made import make_batch
@@ -155,28 +156,41 @@ def test_a_chain_of_drafts_equals_numpy(device, changes):
 
 
 @pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["warpgroups", "warps"])
-def test_prefill_splits_give_the_same_bits_side_by_side_and_in_turn_in_wide_and_narrow_blocks(card, monkeypatch):
+@pytest.mark.parametrize("rows", [3, 150])
+def test_every_shape_of_prefill_blocks_gives_the_same_bits(card, rows, monkeypatch):
     """A row's bits may depend on neither the rows beside it nor on how blocks are cut for them."""
     device = EmulatedDevice(card)
     backend = CudaBackend(device)
-    tensor = cuda_checks.made_tensor(np.random.default_rng(2), "w", 50, 1216, Q4_G64)
-    weight = backend.load([tensor])
-    assert (cuda_linear.tile_splits(card, weight) > 1) == card.has_warpgroups
-    monkeypatch.setattr(cuda_linear, "tile_splits", lambda *_: 2)
-    backend.empty((64, 1216), "float32", "x")
-    state = open_state(backend, 1216)
-    random = np.random.default_rng(1)
-    x, start = random.standard_normal((3, 1216)).astype(np.float32), random.standard_normal((3, 50)).astype(np.float32)
-    found = []
-    for side_by_side, narrow in ((512, 192), (0, 192), (512, 0), (0, 0)):
-        monkeypatch.setattr(cuda_linear, "SIDE_BY_SIDE_ROWS", side_by_side)
-        monkeypatch.setattr(cuda_linear, "NARROW_ROWS", narrow)
-        monkeypatch.setattr(cuda_linear, "NARROW_TOKENS", 64 if narrow else 0) if not card.has_warpgroups else None
-        backend.begin(make_batch("prefill", [[0] * 3], [0], [0], [[0]]), state)
-        out = backend.upload(start)
+    random = np.random.default_rng(2)
+    tensors = [cuda_checks.made_tensor(random, f"w{i}", rows_of, 448, dtype) for i, (rows_of, dtype) in enumerate(((50, Q4_G64), (300, Q4_G64), (20, F16)))]
+    weight, values = backend.load(tensors), np.concatenate([tensor.values() for tensor in tensors])
+    pair = backend.load([cuda_checks.made_tensor(random, name, 72, 448, Q4_G64) for name in ("gate", "up")])
+    backend.empty((256, 448), "float32", "x")
+    state = open_state(backend, 448)
+    x, start = random.standard_normal((rows, 448)).astype(np.float32), random.standard_normal((rows, 370)).astype(np.float32)
+    found = {}
+    for index, shape in enumerate(cuda_linear.tile_shapes(card, "add")):
+        def chosen(card, stage, segments, rows, index=index):
+            shapes = cuda_linear.tile_shapes(card, stage)
+            return shapes[min(index, len(shapes) - 1)]
+
+        monkeypatch.setattr(cuda_linear, "choose_shape", chosen)
+        backend.begin(make_batch("prefill", [[0] * rows], [0], [0], [[0]]), state)
+        out, gated = backend.upload(start), backend.upload(np.full((rows, 72), np.nan, np.float32))
         backend.add_linear(weight, backend.upload(x), out)
-        found.append(backend.download(out))
-    assert cuda_checks.relative_error(found[0] - start, x @ tensor.values().T) < cuda_checks.TENSOR_CORE_TOLERANCE
-    for other in found[1:]:
-        assert np.array_equal(found[0], other)
+        backend.gate_up(backend.load([cuda_checks.stored("norm", np.ones(448, np.float32), F32)]), pair, backend.upload(x), gated)
+        found[shape.name] = backend.download(out), backend.download(gated)
+    assert cuda_checks.relative_error(found["wide"][0] - start, x @ values.T) < cuda_checks.TENSOR_CORE_TOLERANCE
+    for name, (sums, gated) in found.items():
+        assert np.array_equal(sums, found["wide"][0]) and np.array_equal(gated, found["wide"][1]), name
     device.check_guards()
+
+
+def test_the_shape_of_prefill_blocks_fills_the_card():
+    """At the 27B's shapes on 132 multiprocessors."""
+    card = replace(CARD, num_sms=132)
+    segments = {rows: [SimpleNamespace(num_tiles=rows // 16)] for rows in (5120, 16384, 34816)}
+    chosen = {(stage, tokens): cuda_linear.choose_shape(card, stage, segments[rows], tokens).name
+              for stage, rows in (("add", 5120), ("plain", 16384), ("gate_up", 34816)) for tokens in (64, 2048)}
+    assert chosen == {("add", 64): "few", ("add", 2048): "wide", ("plain", 64): "slim", ("plain", 2048): "wide",
+                      ("gate_up", 64): "slim", ("gate_up", 2048): "wide"}

@@ -1,11 +1,8 @@
-// linear_tiles by warps (mma_f16): 8 tiles a block, x row-major, SHAPE 2: 2 warps side by side on the tiles, SHAPE 1: 4.
+// linear_tiles by warps (mma_f16): a block takes 8 tiles and TOKENS tokens, x row-major, TILES_ASIDE warps side by side on the tiles.
 #pragma once
 #include "quant.cuh"
 
-constexpr int ROW_HALVES = UNIT_COLS + 8;
-template <int SHAPE> __host__ __device__ constexpr int block_tiles() { return 8; }
-template <int SHAPE> __host__ __device__ constexpr int block_threads() { return 256; }
-template <int SHAPE> __host__ __device__ constexpr int blocks_at_once() { return 1; }
+constexpr int ROW_HALVES = UNIT_COLS + 8, BLOCK_TILES = 8;
 template <int KIND> __host__ __device__ constexpr int weight_stage() { return 8 * Unit<KIND>::BYTES; }
 
 template <int KIND, int TOKENS>
@@ -26,16 +23,15 @@ __device__ __forceinline__ void fetch(const LinearTiles& p, const unsigned char*
   }
 }
 
-template <int KIND, int EPILOGUE, int TOKENS, int SHAPE>
-__device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segment& segment, int first_tile, int split) {
+template <int KIND, int EPILOGUE, int TOKENS, int TILES_ASIDE>
+__device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segment& segment, int first_tile) {
   SHARED_BYTES(shared);
-  constexpr int WARPS_W = SHAPE == 2 ? 2 : 4, WARPS_T = 8 / WARPS_W, M = 8 / WARPS_W, N = TOKENS / WARPS_T / 8, STAGES = TILE_STAGES;
+  constexpr int WARPS_W = TILES_ASIDE, WARPS_T = 8 / WARPS_W, M = 8 / WARPS_W, N = TOKENS / WARPS_T / 8, STAGES = TILE_STAGES;
   constexpr int STAGE = weight_stage<KIND>() + TOKENS * ROW_HALVES * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, q = lane & 3;
   const int warp_tile = warp % WARPS_W * M, warp_token = warp / WARPS_W * N * 8, token = blockIdx.x * TOKENS;
   const unsigned char* weights = p.weights + segment.offset + (long long)(first_tile - segment.first_tile) * segment.tile_bytes;
   const int last_tile = segment.first_tile + segment.num_tiles - 1 - first_tile;
-  const int begin = split_begin(p, split), units = split_begin(p, split + 1) - begin;
   float acc[M][N][4];
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -43,15 +39,15 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
     for (int n = 0; n < N; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, begin + i, shared + i * STAGE);
+    if (i < p.units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, i, shared + i * STAGE);
     copy_async_commit();
   }
 #pragma unroll 1
-  for (int unit = 0; unit < units; ++unit) {
+  for (int unit = 0; unit < p.units; ++unit) {
     copy_async_wait<STAGES - 2>();
     __syncthreads();
     const int next = unit + STAGES - 1;
-    if (next < units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, begin + next, shared + next % STAGES * STAGE);
+    if (next < p.units) fetch<KIND, TOKENS>(p, weights, segment.tile_bytes, last_tile, token, next, shared + next % STAGES * STAGE);
     copy_async_commit();
     const unsigned char* stage = shared + unit % STAGES * STAGE;
     const uint16_t* rows = reinterpret_cast<const uint16_t*>(stage + weight_stage<KIND>());
@@ -74,18 +70,21 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
     }
   }
   copy_async_wait<0>();
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int column = token + warp_token + n * 8 + 2 * q + j;
-      if (column >= p.rows) continue;
-      const float inverse = p.inverse[column];
-#pragma unroll
-      for (int m = 0; m < M; m += EPILOGUE == GATE_UP ? 2 : 1)
-#pragma unroll
-        for (int upper = 0; upper < 2; ++upper)
-          put_value<EPILOGUE>(p, segment, first_tile + warp_tile + m, g + 8 * upper, column, __fmul_rn(acc[m][n][2 * upper + j], inverse),
-                              EPILOGUE == GATE_UP ? __fmul_rn(acc[m + (EPILOGUE == GATE_UP)][n][2 * upper + j], inverse) : 0.0f);
+  put_sums<EPILOGUE, M == 4 ? 2 : 4>(p, segment, first_tile + warp_tile, token + warp_token, acc);
+}
+
+// The segments of one number type; a launch for each type that a row list holds. grid (blocks of tokens, blocks of tiles)
+template <int KIND, int EPILOGUE, int TOKENS, int TILES_ASIDE> __device__ __forceinline__ void linear_tiles(const LinearTiles& p) {
+  int block = blockIdx.y;
+  allow_next();
+  for (int i = 0; i < p.num_segments; ++i) {
+    const Segment& segment = p.segments[i];
+    const int blocks = segment.kind == KIND ? (segment.num_tiles + BLOCK_TILES - 1) / BLOCK_TILES : 0;
+    if (block < blocks) {
+      multiply_block<KIND, EPILOGUE, TOKENS, TILES_ASIDE>(p, segment, segment.first_tile + block * BLOCK_TILES);
+      break;
     }
+    block -= blocks;
+  }
+  wait_for_earlier();   // another type's launch may still be running; whoever follows waits for this one
 }

@@ -253,11 +253,26 @@ inline void warpgroup_begin() {}
 inline void warpgroup_commit() {}
 template <int PENDING> void warpgroup_wait() {}
 template <int GROUPS> void warpgroup_settle(float (&)[GROUPS][4]) {}
-inline void arrival_init(uint64_t*) {}
+struct Arrival { uint8_t phase, count, left, unused; int32_t bytes; };   // in the 8 bytes of a barrier
+inline void arrival_check(Arrival* a) {
+  if (a->left == 0 && a->bytes == 0) a->phase ^= 1, a->left = a->count, ++emulated::progress;
+}
+inline Arrival* arrival_of(uint64_t* arrival) { return reinterpret_cast<Arrival*>(arrival); }
+inline void arrival_init(uint64_t* arrival, int count) { *arrival_of(arrival) = {0, (uint8_t)count, (uint8_t)count, 0, 0}; }
 inline void arrival_publish() {}
-inline void arrival_announce(uint64_t*, int) {}
-inline void arrival_wait(uint64_t*, int) {}
-inline void copy_whole(void* shared, const void* global, int bytes, uint64_t*) { memcpy(shared, global, bytes); }
+inline void arrival_announce(uint64_t* arrival, int bytes) {
+  arrival_of(arrival)->bytes += bytes, --arrival_of(arrival)->left, ++emulated::progress;
+  arrival_check(arrival_of(arrival));
+}
+inline void arrive(uint64_t* arrival) { arrival_announce(arrival, 0); }
+inline void arrival_wait(uint64_t* arrival, int phase) {
+  while (arrival_of(arrival)->phase == (phase & 1)) emulated::yield();
+}
+inline void copy_whole(void* shared, const void* global, int bytes, uint64_t* arrival) {
+  memcpy(shared, global, bytes);
+  arrival_of(arrival)->bytes -= bytes;
+  arrival_check(arrival_of(arrival));
+}
 template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* rows, int step) {
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   for (int n = 0; n < GROUPS; ++n) {   // a warp needs only its own 16 rows of A

@@ -22,7 +22,7 @@ from q27app.kernels.graph import Rerun
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\((?:[^()]|\([^()]*\))*\))? (\w+)\(')
-_MACRO = re.compile(r"^(LINEAR_ROWS|LINEAR_TILES)\((\w+),", re.MULTILINE)
+_MACRO = re.compile(r"^(LINEAR_ROWS|LINEAR_TILES|WARP_TILES)\((\w+),", re.MULTILINE)
 CARD = Card("emulated", (9, 0), 4, 227 * 1024)
 SMALL_CARD = Card("emulated, small", (8, 6), 4, 99 * 1024, 1536)
 
@@ -118,7 +118,8 @@ class EmulatedDevice:
 
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
         text = expand(job.source)
-        names = [name for name in _KERNEL.findall(text) if name not in ("NAME", "__launch_bounds__")] + [name for _, name in _MACRO.findall(text)]
+        other = "WARP_TILES" if dict(job.defines).get("WARPGROUPS") else "LINEAR_TILES"   # the branch that is not compiled
+        names = [name for name in _KERNEL.findall(text) if name not in ("NAME", "__launch_bounds__")] + [name for macro, name in _MACRO.findall(text) if macro != other]
         runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
                        f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
         source = f'#include "{SOURCES / (job.source + ".cu")}"\n{runs}'
