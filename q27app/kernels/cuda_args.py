@@ -72,7 +72,7 @@ class Rope(ctypes.Structure):
 
 
 class Halves(ctypes.Structure):
-    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps", i2="blocked")
+    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps", i2="blocked remainder")
 
 
 class SiluMul(ctypes.Structure):

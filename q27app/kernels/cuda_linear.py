@@ -93,6 +93,8 @@ class LinearStages:
     def project(self, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
         _check(weight, x.shape[1], y.shape[1], False, "project")
         self._run("store", norm, weight, x, y, x.shape[0])
+        if weight.is_f16 and self._backend.is_prefill:   # what the delta rule and attention see of a prompt is worth a second pass
+            self._tiles("add", norm, weight, x, y, x.shape[0], 0, y.shape[1], is_remainder=True)
 
     def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, gated: Gated | None = None) -> None:
         """gated: h is what the delta rule gave, its gated norm is still to be applied."""
@@ -149,7 +151,8 @@ class LinearStages:
         backend.launch("linear_rows", f"linear_rows_{source}_{stage}", ((len(weight.runs) - 1) // 2 * weight.splits,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
-               row_map: int, out_rows: int) -> None:
+               row_map: int, out_rows: int, is_remainder: bool = False) -> None:
+        """is_remainder: of the activations, take what their rounding to fp16 loses."""
         if not rows:
             return
         backend = self._backend
@@ -157,7 +160,7 @@ class LinearStages:
         halves, inverse = backend.scratch.halves(rows, padded)
         backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
-            int(card.has_warpgroups)), dependent=False)
+            int(card.has_warpgroups), int(is_remainder)), dependent=False)
         args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, weight.segment_args(), len(weight.segments), rows,
                                      weight.units, weight.wrap, padded, out.shape[1], out_rows)
         kinds = {segment.kind: sum(other.num_tiles for other in weight.segments if other.kind == segment.kind) for segment in weight.segments}

@@ -92,6 +92,11 @@ class CudaWeight:
         return self.wrap or self.units
 
     @property
+    def is_f16(self) -> bool:
+        """Every matrix is F16: the activations' rounding is the larger part of the error."""
+        return not self.wrap and all(segment.kind == KIND_F16 for segment in self.segments)
+
+    @property
     def split_units(self) -> int:
         return split_size(self.units, self.splits)
 

@@ -54,6 +54,20 @@ def test_matrix_stages_equal_numpy_and_keep_a_rows_bits(card, mix):
     device.check_guards()
 
 
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["wide", "99 KiB"])
+def test_a_prompt_meets_f16_matrices_without_its_rounding(card):
+    device = EmulatedDevice(card)
+    backend = CudaBackend(device)
+    stage = cuda_checks.Stage(backend, cuda_checks.MIXES["f16"], 256, 1)
+    x = cuda_checks.rows_with_peaks(np.random.default_rng(2), 70, 256, np.ones(256, np.float32))
+    backend.empty((70, 256), "float32", "x")
+    backend.begin(cuda_checks.make_batch("prefill", [[0] * 70], [0], [0], [[0, 1]]), open_state(backend, 256))
+    y = backend.upload(np.full((70, 50), np.nan, np.float32))
+    backend.project(stage.norm, stage.weight, backend.upload(x), y)
+    assert cuda_checks.relative_error(backend.download(y), reference.project(stage.norm_values, stage.values, x, 1e-6)) < 2e-6
+    device.check_guards()
+
+
 @pytest.mark.parametrize("kv_format", ["fp16", "fp8", "turbo5k"])
 def test_a_model_equals_numpy_through_its_life(device, kv_format):
     """A number near a threshold may get another code than NumPy's: that is the error of the small formats here."""

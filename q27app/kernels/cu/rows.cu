@@ -158,7 +158,12 @@ struct Halves {
   int width, padded, x_stride;
   float eps;
   int blocked;                    // layout of out: row-major, or in blocks (tiles_warpgroup.cuh)
+  int remainder;                  // write what rounding to fp16 lost instead, 2,048 times as large
 };
+
+__device__ __forceinline__ float halved(const Halves& p, float value) {
+  return p.remainder ? __fmul_rn(__fsub_rn(value, half_to_float(half_from_float(value))), 2048.0f) : value;
+}
 
 // Column of the even position of a unit, in the order of the fragments: a pair of columns stays a pair.
 __device__ __forceinline__ int fragment_column(int position) {
@@ -181,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
   for (int w = 0; w < THREADS / 32; ++w) largest = fmaxf(largest, shared[w]);
   float inverse;
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(largest, rms), inverse));
-  if (threadIdx.x == 0) p.inverse[row] = inverse;
+  if (threadIdx.x == 0) p.inverse[row] = p.remainder ? __fmul_rn(inverse, 1.0f / 2048.0f) : inverse;
   if (p.blocked) {
     for (int piece = threadIdx.x; piece < p.padded / 8; piece += THREADS) {
       const int unit = piece / 8, place = (row / 64 * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;
@@ -192,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int k = unit * UNIT_COLS + fragment_column(piece % 8 * 8 + 2 * i) + e;
-          two[e] = k < p.width ? __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor) : 0.0f;
+          two[e] = k < p.width ? halved(p, __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor)) : 0.0f;
         }
         pairs[i] = half2_from_floats(two[0], two[1]);
       }
@@ -202,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
   }
   uint16_t* out = p.out + (long long)row * p.padded;
   for (int k = threadIdx.x; k < p.padded; k += THREADS)
-    out[k] = k < p.width ? half_from_float(__fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor)) : 0;
+    out[k] = k < p.width ? half_from_float(halved(p, __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor))) : 0;
 }
 
 struct SiluMul {
