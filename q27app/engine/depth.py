@@ -4,8 +4,8 @@
     cost(d)  = pass(s (1 + d)) + d * step             milliseconds, s sequences together; step is 0 for drafts without a model
     depth    = the d <= cap with the largest gain(d) / cost(d)
 
-a_k is the share of drafts at depth k that were accepted among those whose predecessors were, as a moving average that starts
-at PRIOR. pass(n) is a moving average for each number of rows; between and beyond measured ones it is a straight line.
+a_k is the share of drafts at depth k that were accepted among those whose predecessors were, over about the last WINDOW of them;
+where there are few, the share of the depth before counts as PULL more (of the first depth: a prior). pass(n) is a moving average for each number of rows; between and beyond measured ones it is a straight line.
 Every EXPLORE steps one step more than the best depth is tried, so that a price or a share that has changed is noticed.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PRIOR = 0.7
-SHARE_WEIGHT = 1 / 32
+WINDOW, PULL = 32, 4.0
 PRICE_WEIGHT = 1 / 8
 EXPLORE = 32
 PRIOR_SLOPE = 0.04
@@ -57,26 +57,35 @@ class PassPrices:
 
 
 class DepthControl:
-    """Acceptance of one drafter on one conversation, and the depth that pays best."""
+    """Acceptance of one drafter on one conversation, and the depth that pays best. prior: share assumed at first."""
 
-    def __init__(self, cap: int) -> None:
-        self.cap = cap
-        self.shares = [PRIOR] * cap
+    def __init__(self, cap: int, prior: float = PRIOR) -> None:
+        self.cap, self._prior = cap, prior
+        self._tried, self._agreed = [0.0] * cap, [0.0] * cap
         self._num_steps = 0
+
+    @property
+    def shares(self) -> list[float]:
+        """Estimated share of right drafts by depth."""
+        out, before = [], self._prior
+        for tried, agreed in zip(self._tried, self._agreed, strict=True):
+            before = (agreed + PULL * before) / (tried + PULL)
+            out.append(before)
+        return out
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """A verified run: the first num_accepted of num_drafted drafts agreed."""
         for depth in range(min(num_drafted, num_accepted + 1, self.cap)):
-            agreed = 1.0 if depth < num_accepted else 0.0
-            self.shares[depth] += SHARE_WEIGHT * (agreed - self.shares[depth])
+            self._tried[depth] += 1 - self._tried[depth] / WINDOW
+            self._agreed[depth] += (depth < num_accepted) - self._agreed[depth] / WINDOW
         self._num_steps += 1
 
     def choose(self, prices: PassPrices, limit: int, needs_steps: bool, sequences: int = 1) -> int:
         """Depth from 0 to min(cap, limit). sequences: that share the pass and draft alike."""
-        best, best_rate, gain, run = 0, 0.0, 1.0, 1.0
+        best, best_rate, gain, run, shares = 0, 0.0, 1.0, 1.0, self.shares
         for depth in range(min(self.cap, limit) + 1):
             if depth:
-                run *= self.shares[depth - 1]
+                run *= shares[depth - 1]
                 gain += run
             cost = prices.pass_ms(sequences * (1 + depth)) + (depth * prices.step_ms if needs_steps else 0.0)
             if gain / cost > best_rate:

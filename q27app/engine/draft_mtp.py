@@ -35,8 +35,12 @@ MIN_MARGIN = 0.5
 class RunsDrafts(Protocol):
     """What a chain needs of `model.forward.Model`."""
 
+    num_fresh: int
+
     def draft_chain(self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows,
                     limits: np.ndarray) -> Drafted: ...
+
+    def draft_ahead(self, state: State, steps: int, rows: SamplingRows) -> None: ...
 
 
 @dataclass
@@ -87,6 +91,7 @@ class MtpDrafter:
     ) -> None:
         self._model, self._state, self._vocab_size = model, state, vocab_size
         self._min_margin, self._steps_at_once, self._on_step = min_margin, steps_at_once, on_step
+        self._ahead: tuple[tuple[SamplingParams, ...], SamplingRows] | None = None
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         """Chains of at most limits[i] tokens; a limit of 0 gives []."""
@@ -99,6 +104,15 @@ class MtpDrafter:
             is_first = False
         return [chain.drafts for chain in chains]
 
+    def start_ahead(self, sequences: Seq[Sequence], steps: int) -> None:
+        """Chains of `steps` drafts behind the pass that was just drawn for these sequences, in this order; nothing waits.
+        None of them has penalties or a guide. Their margins end nothing: nobody sees them in time."""
+        params = tuple(sequence.request.params for sequence in sequences)
+        if self._ahead is None or self._ahead[0] != params:
+            rows = [LogitRow(replace(one, logprobs=None), 0) for one in params]
+            self._ahead = params, sampling_rows(rows, self._vocab_size)
+        self._model.draft_ahead(self._state, steps, self._ahead[1])
+
     def _extend(self, chains: list[Chain], is_first: bool) -> None:
         """One or several steps for all chains. The layer's output rows feed its next step by place, so chains that have
         ended keep their row."""
@@ -109,10 +123,11 @@ class MtpDrafter:
         limits = np.minimum(left, steps).astype(np.int32)
         rows = [LogitRow(chain.params, chain.place + 1, chain.sequence.counts, tuple(chain.drafts), chain.mask)
                 for chain in chains]
-        started = time.monotonic()
+        started, fresh = time.monotonic(), self._model.num_fresh
         drafted = self._model.draft_chain(self._batch(chains, limits), self._state, is_first, steps,
                                           sampling_rows(rows, self._vocab_size), limits)
-        self._on_step((time.monotonic() - started) * 1e3 / steps)
+        if self._model.num_fresh == fresh:
+            self._on_step((time.monotonic() - started) * 1e3 / steps)
         for chain, tokens, margins in zip(chains, drafted.tokens.T.tolist(), drafted.margins.T.tolist(), strict=True):
             chain.take(tokens, margins, self._min_margin)
 

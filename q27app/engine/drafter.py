@@ -16,10 +16,16 @@ class Drafter(Protocol):
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> Seq[Seq[int]]:
         """Guesses at what follows each sequence's last token: at most limits[i] (>= 1) ids for sequences[i], [] for none.
+        An id may be `batch.in_flight`: known to the device alone.
 
         All sequences of the coming pass that may take drafts are asked at once, so that a draft layer reads its weights
         once for all of them.
         """
+        ...
+
+    def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
+        """A decode or verify pass of these sequences has been queued, with drafted[i] drafts; all that is accepted will become
+        state. What can be begun now runs on the device while the host looks at the pass."""
         ...
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:

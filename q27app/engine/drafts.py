@@ -11,6 +11,7 @@ text; see `cut` for what does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,12 @@ from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
 from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of
 from q27app.engine.sequence import Sequence
-from q27app.kernels.batch import MAX_DECODE_ROWS
+from q27app.kernels.batch import MAX_DECODE_ROWS, in_flight
 
 MAX_DRAFTS = MAX_DECODE_ROWS - 1
 SUFFIX_PRIOR = 0.9
+MAX_BETWEEN_MS = 5.0
+"""Longer between two passes, and something else ran there."""
 SOURCES = ("mtp", "suffix")
 
 
@@ -43,16 +46,38 @@ class SourceCount:
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
 
 
+@dataclass
+class Flight:
+    """Chains that were begun ahead, a row a sequence, and how deep each is."""
+
+    sequences: list[Sequence]
+    depths: list[int]
+
+    def row(self, sequence: Sequence) -> int | None:
+        return next((row for row, other in enumerate(self.sequences) if other is sequence), None)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Its draws hang on nothing but the tokens before them: no guide, no penalties."""
+    return sequence.request.guide is None and sequence.counts is None
+
+
 class Drafts:
     """mtp: None without a draft layer. uses_suffix: whether repeats are looked for. cap: most drafts of a sequence a pass.
 
-    fixed: always draft as deep as the cap and the limit allow (tests, measurements)."""
+    fixed: always draft as deep as the cap and the limit allow (tests, measurements). runs_ahead: begin the chains of the next
+    pass before the result of this one is known, where a device would stand still meanwhile."""
 
-    def __init__(self, mtp: MtpDrafter | None, uses_suffix: bool, cap: int, prices: PassPrices, fixed: bool = False) -> None:
+    def __init__(self, mtp: MtpDrafter | None, uses_suffix: bool, cap: int, prices: PassPrices, fixed: bool = False,
+                 runs_ahead: bool = False) -> None:
         self._mtp, self._uses_suffix, self._prices, self._fixed = mtp, uses_suffix, prices, fixed
         self._cap = min(cap, MAX_DRAFTS)
         self.min_match = MIN_MATCH
         """Shortest repeat that is continued without the draft layer."""
+        self.runs_ahead = runs_ahead
+        self._flight: Flight | None = None
+        self._landed_steps, self._passed_at = 0, 0.0
+        """Draft steps that ran ahead of the pass under way; when the pass before it ended."""
         self.counts = {source: SourceCount() for source in SOURCES}
 
     @property
@@ -69,6 +94,11 @@ class Drafts:
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         limits = [min(limit, self._cap) for limit in limits]
+        flight, self._flight = self._flight, None
+        if flight is not None and all(self._follows(flight, sequence, limit)
+                                      for sequence, limit in zip(sequences, limits, strict=True)):
+            self._landed_steps = max(flight.depths)
+            return [self._landed(flight, sequence) for sequence in sequences]
         together = len(sequences)
         drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
         for sequence, found in zip(sequences, drafts, strict=True):
@@ -77,11 +107,40 @@ class Drafts:
             self._chains(sequences, limits, drafts)
         return drafts
 
+    def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
+        """Begin the next chains before anybody knows where they begin, unless the text repeats: then drafts are free, or a
+        chain is worth more with what the repeat adds to it, and both must be known first."""
+        self._flight = None
+        if self._mtp is None or not self.runs_ahead or len(sequences) > MAX_DECODE_ROWS // 2:
+            return
+        if not self._prices.step_ms and not self._fixed:
+            return  # a chain that is waited for tells its price
+        share = MAX_DECODE_ROWS // len(sequences) - 1
+        depths = []
+        for sequence, count in zip(sequences, drafted, strict=True):
+            limit = min(self._cap, share, sequence.room - count - 2)
+            if limit <= 0 or not _is_plain(sequence) or (self._uses_suffix and index_of(sequence).match_length):
+                return
+            depths.append(self._depth(self._state(sequence).mtp, limit, True, len(sequences)))
+        steps = max(depths)
+        if steps and all(sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
+            self._mtp.start_ahead(sequences, steps)
+            self._flight = Flight(list(sequences), depths)
+
+    def _follows(self, flight: Flight, sequence: Sequence, limit: int) -> bool:
+        row = flight.row(sequence)
+        repeats = self._uses_suffix and index_of(sequence).match_length >= self.min_match
+        return row is not None and flight.depths[row] <= limit and not repeats
+
+    def _landed(self, flight: Flight, sequence: Sequence) -> list[int]:
+        row = flight.row(sequence)
+        assert row is not None
+        self._state(sequence).sources = ["mtp"] * flight.depths[row]
+        return [in_flight(row)] * flight.depths[row]
+
     def _state(self, sequence: Sequence) -> DraftState:
         if sequence.draft_state is None:
-            suffix = DepthControl(self._cap)
-            suffix.shares = [SUFFIX_PRIOR] * self._cap
-            sequence.draft_state = DraftState(DepthControl(self._cap), suffix)
+            sequence.draft_state = DraftState(DepthControl(self._cap), DepthControl(self._cap, SUFFIX_PRIOR))
         return sequence.draft_state
 
     def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int) -> int:
@@ -126,7 +185,15 @@ class Drafts:
         state.sources = []
 
     def passed(self, rows: int, ms: float) -> None:
-        """A decode or verify pass of so many rows took so long."""
+        """A decode or verify pass of so many rows took so long. Chains that had been begun ahead ran in that time and in the
+        time since the pass before it."""
+        now, before, steps = time.monotonic(), self._passed_at, self._landed_steps
+        self._passed_at, self._landed_steps = now, 0
+        if steps:
+            between = (now - before) * 1e3 - ms
+            if between > MAX_BETWEEN_MS:
+                return
+            ms = max(ms / 4, ms + between - steps * self._prices.step_ms)
         self._prices.record_pass(rows, ms)
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,8 +17,12 @@ from q27app.engine.block_pool import blocks_of
 from q27app.engine.request import TokenLogprobs
 from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.scheduler import Drawn, Part, Work
+from q27app.engine.sequence import Sequence
 from q27app.kernels.backend import Backend, Buffer, State
-from q27app.kernels.batch import Batch, Sampled
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Sampled
+
+
+GoAhead = Callable[[list[Sequence], list[int]], None]
 
 
 class RunsBatches(Protocol):
@@ -46,10 +50,12 @@ class Pass:
 
 
 class Runner:
-    """warm_mtp: passes also write the draft layer's keys and values."""
+    """warm_mtp: passes also write the draft layer's keys and values. go_ahead: see `Drafter.go_ahead`."""
 
-    def __init__(self, model: RunsBatches, state: State, vocab_size: int, warm_mtp: bool = False) -> None:
+    def __init__(self, model: RunsBatches, state: State, vocab_size: int, warm_mtp: bool = False,
+                 go_ahead: GoAhead | None = None) -> None:
         self.model, self.state, self.vocab_size, self.warm_mtp = model, state, vocab_size, warm_mtp
+        self._go_ahead = go_ahead
 
     def open(self, slot: int, restore: Callable[[int], None] | None) -> None:
         """Make a slot ready for a sequence: empty, or as a snapshot has it."""
@@ -80,6 +86,8 @@ class Runner:
                 backend.accept()
                 if work.commits_what_is_accepted:
                     backend.commit()
+            if self._go_ahead is not None and _is_settled(work):
+                self._go_ahead([part.sequence for part in work.parts], [part.num_drafts for part in work.parts])
         return running
 
     def finish(self, running: Pass) -> list[Drawn]:
@@ -100,10 +108,17 @@ class Runner:
         self.model.backend.commit(np.array(num_rows, np.int32))
 
 
+def _is_settled(work: Work) -> bool:
+    """What becomes of the pass is decided on the device alone, whatever is drawn."""
+    return work.phase != "prefill" and (work.commits_what_is_accepted or not work.is_deferred) and all(
+        part.draws and len(part.tokens) == 1 + part.num_drafts for part in work.parts)
+
+
 def make_batch(work: Work, logit_rows: list[int]) -> Batch:
     """The arrays of a pass."""
     parts = work.parts
-    needed = [blocks_of(part.start + len(part.tokens)) for part in parts]
+    spare = 0 if work.phase == "prefill" else 2 * MAX_DECODE_ROWS  # a chain may be begun behind the pass
+    needed = [min(len(part.sequence.blocks), blocks_of(part.start + len(part.tokens) + spare)) for part in parts]
     tables = np.full((len(parts), max(needed)), -1, np.int32)
     for row, part, count in zip(tables, parts, needed, strict=True):
         row[:count] = part.sequence.blocks[:count]

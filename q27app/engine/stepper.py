@@ -34,7 +34,8 @@ class Stepper:
         needs_mtp = loaded.drafter is not None and loaded.drafter.needs_mtp
         self._scheduler = Scheduler(loaded.slots, loaded.blocks, loaded.prefill_chunk, loaded.vocab_size,
                                     loaded.drafter, loaded.prefix_cache)
-        self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp)
+        go_ahead = loaded.drafter.go_ahead if loaded.drafter is not None and needs_mtp else None
+        self._runner = Runner(loaded.model, loaded.state, loaded.vocab_size, needs_mtp, go_ahead)
         self._drafter, self._cache = loaded.drafter, loaded.prefix_cache
         self._settler, self._warm_up = Settler(self._scheduler), loaded.warm_up
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools

@@ -16,13 +16,19 @@ MAX_DECODE_ROWS = 16
 Phase = Literal["prefill", "decode", "verify", "draft"]
 
 
+def in_flight(row: int) -> int:
+    """The token of a draft that only the device knows: of row `row` of the chain that `Backend.begin_ahead` began."""
+    return -1 - row
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of one or several sequences, grouped by sequence, positions ascending and contiguous in each.
 
     phase        chooses the kernel family, never the row count: "prefill" runs the tile family also for one row; the
                  others run the row family. "draft" rows go through the MTP layer only.
-    tokens       int32 [rows]
+    tokens       int32 [rows]     a negative one, `in_flight(row)`: the draft of that row of the chain that was begun before
+                                  this pass; such rows follow one known row of their sequence
     positions    int32 [rows]     absolute position of each row in its sequence
     row_starts   int32 [seqs + 1] rows of sequence i are row_starts[i] .. row_starts[i + 1]
     slots        int32 [seqs]     the recurrent state of each sequence
@@ -48,6 +54,11 @@ class Batch:
     @property
     def num_seqs(self) -> int:
         return len(self.slots)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Some drafts are known to the device alone."""
+        return bool((self.tokens < 0).any())
 
 
 @dataclass(frozen=True)

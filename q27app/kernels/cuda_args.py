@@ -114,6 +114,14 @@ class DraftNext(ctypes.Structure):
     )
 
 
+class Follow(ctypes.Structure):
+    _fields_ = _fields(p="drawn accepted tokens positions row_starts logit_rows draw_positions", i="num_seqs")
+
+
+class TakeDrafts(ctypes.Structure):
+    _fields_ = _fields(p="tokens row_starts drafts", i="rows num_seqs chain_rows")
+
+
 class Accept(ctypes.Structure):
     _fields_ = _fields(p="drawn tokens row_starts logit_rows accepted", i="num_seqs n")
 

@@ -7,7 +7,8 @@ Reading order: `launch` (the device), `cuda_weights` (how matrices lie), `cuda_l
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,6 +239,8 @@ class CudaBackend:
         self.is_prefill = batch.phase == "prefill"
         self.area = self._areas[batch.num_rows <= SMALL_ROWS]
         self.area.put(batch)
+        if batch.is_in_flight:
+            self._sampler.take_drafts(batch)
         self._turn_rows()
 
     def _turn_rows(self) -> None:
@@ -311,6 +314,19 @@ class CudaBackend:
 
     def result(self) -> Sampled:
         return self._sampler.result(self.batch.num_seqs)
+
+    def send(self) -> None:
+        self._sampler.send(self.batch.num_seqs)
+
+    def begin_ahead(self, rows: SamplingRows) -> Hashable:
+        kinds, count = (self._sampler.begin_ahead(rows), self.batch.phase == "verify"), self.batch.num_seqs
+        each = np.arange(count + 1, dtype=np.int32)
+        self.batch = replace(self.batch, phase="draft", tokens=each[:-1], positions=each[:-1], row_starts=each, logit_rows=each[:-1], deferred=False)
+        return kinds
+
+    def follow(self) -> None:
+        self._sampler.follow()
+        self._turn_rows()
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._sampler.begin_drafts(rows, limits)

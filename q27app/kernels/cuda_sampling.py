@@ -8,7 +8,7 @@ import numpy as np
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
-from q27app.kernels.batch import Drafted, Sampled, SamplingRows
+from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.memory import CudaBuffer
 
 CHUNKS, LIST, MAX_LOGPROBS, MAX_STEPS = 64, 4096, 32, 16
@@ -26,9 +26,52 @@ class Kinds:
 
 def sampler_sizes(vocab: int, max_rows: int, max_seqs: int) -> tuple[int, ...]:
     """Bytes of a Sampler's device buffers, in the order in which it takes them."""
-    return (max_rows * (64 + -(-vocab // 32) * 4) + (1 << 20), max_rows * vocab * 4, max_rows * CHUNKS * 8, max_rows * CHUNKS * 8,
+    return (max_rows * (64 + -(-vocab // 32) * 4) + (1 << 20), max_seqs * 80 + 256, max_rows * vocab * 4, max_rows * CHUNKS * 8, max_rows * CHUNKS * 8,
             8 * max_rows + 4 * max_seqs, max_rows * 33 * 4, max_rows * MAX_LOGPROBS * 4, 8 * max_rows * MAX_STEPS,
             max_rows * CHUNKS * 8, max_rows * LIST * 4, max_rows * 8)
+
+
+class Inputs:
+    """Parameters of rows on the device, in one copy from page-locked memory."""
+
+    def __init__(self, device, address: int, nbytes: int) -> None:
+        self._device, self._address, self._size = device, address, nbytes
+        self._host = device.pinned(nbytes)
+        self._event = None
+
+    def put(self, rows: SamplingRows, limits: np.ndarray | None = None) -> tuple[cuda_args.Sample, int]:
+        """Where everything lies, and the limits. limits: of a chain of drafts, whose penalty lists get a place a step.
+        The places depend on the number of rows alone where there are neither penalties nor masks."""
+        if self._event is not None and not self._device.is_recording:
+            self._device.wait(self._event)
+            self._event = None
+        args, end, limits_at = cuda_args.Sample(), 0, 0
+        arrays = {
+            "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
+            "top_k": (rows.top_k, np.int32), "top_p": (rows.top_p, np.float32), "min_p": (rows.min_p, np.float32),
+            "presence": (rows.presence, np.float32), "frequency": (rows.frequency, np.float32),
+            "penalty_starts": (rows.penalty_starts, np.int32), "penalty_ids": (rows.penalty_ids, np.int32),
+            "penalty_counts": (rows.penalty_counts, np.int32), "num_logprobs": (rows.num_logprobs, np.int32),
+        }
+        if rows.masks is not None:
+            arrays["masks"] = (rows.masks, np.uint32)
+            args.mask_words = rows.masks.shape[1]
+        if limits is not None:
+            arrays |= {"limits": (limits, np.int32)} | (_with_places(rows, int(limits.max())) if _penalizes(rows) else {})
+        for name, (values, dtype) in arrays.items():
+            data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
+            if end + data.size > self._size:
+                raise Q27Error(f"sampling parameters of {len(rows.temperature)} rows need more than {self._size} bytes.")
+            self._host[end:end + data.size] = data
+            if name == "limits":
+                limits_at = self._address + end
+            else:
+                setattr(args, name, self._address + end)
+            end += -(-data.size // 16) * 16
+        self._device.upload_pinned(self._address, self._host[:max(end, 16)])
+        if not self._device.is_recording:
+            self._event = self._device.mark()
+        return args, limits_at
 
 
 class Sampler:
@@ -38,15 +81,17 @@ class Sampler:
         self._backend, self._device = backend, backend.device
         self.max_rows, self.max_seqs, self.vocab = max_rows, max_seqs, vocab
         sizes = sampler_sizes(vocab, max_rows, max_seqs)
-        self._input_bytes = sizes[0]
-        self._host = self._device.pinned(self._input_bytes)
-        (self._input, self._work, self._part_best, self._part_top, self._out, self._logprobs, self._logprob_ids, self._drafts,
+        (inputs, ahead, self._work, self._part_best, self._part_top, self._out, self._logprobs, self._logprob_ids, self._drafts,
          self._part_mass, self._list, self._cuts) = map(backend.scratch_arena.take, sizes)
+        self._inputs, self._inputs_ahead = Inputs(self._device, inputs, sizes[0]), Inputs(self._device, ahead, sizes[1])
+        self._ahead: tuple = (None, cuda_args.Sample(), 0)
+        """The parameters that lie there, and where."""
+        self._sent_host = self._device.pinned(8 * max_rows + 4 * max_seqs)
+        self._sent: tuple | None = None
         self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
         self._step, self._chain = 0, cuda_args.Sample()
-        self._chain_limits, self._chain_kinds = 0, Kinds()
-        self._event = None
+        self._chain_limits, self._chain_kinds, self._chain_rows = 0, Kinds(), 0
 
     @property
     def tokens(self) -> int:
@@ -60,8 +105,8 @@ class Sampler:
         n = len(rows.temperature)
         self._check(logits, n)
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
-        self._accepted_valid = False
-        args = self._upload(rows, n)
+        self._accepted_valid, self._sent = False, None
+        args, _ = self._inputs.put(rows)
         self._launch(args, logits, _kinds(rows))
 
     def _check(self, logits: CudaBuffer, n: int) -> None:
@@ -94,49 +139,39 @@ class Sampler:
         if (self._num_logprobs >= 0).any():
             launch("sample", "sample_logprobs", (n,), 1024, 0, args, dependent=False)
 
-    def _upload(self, rows: SamplingRows, n: int, limits: np.ndarray | None = None) -> cuda_args.Sample:
-        """All parameter arrays in one copy. limits: of a chain of drafts, whose penalty lists get a place a step."""
-        if self._event is not None and not self._device.is_recording:
-            self._device.wait(self._event)
-            self._event = None
-        args, end = cuda_args.Sample(), 0
-        arrays = {
-            "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
-            "top_k": (rows.top_k, np.int32), "top_p": (rows.top_p, np.float32), "min_p": (rows.min_p, np.float32),
-            "presence": (rows.presence, np.float32), "frequency": (rows.frequency, np.float32),
-            "penalty_starts": (rows.penalty_starts, np.int32), "penalty_ids": (rows.penalty_ids, np.int32),
-            "penalty_counts": (rows.penalty_counts, np.int32), "num_logprobs": (rows.num_logprobs, np.int32),
-        }
-        if rows.masks is not None:
-            arrays["masks"] = (rows.masks, np.uint32)
-            args.mask_words = rows.masks.shape[1]
-        if limits is not None:
-            arrays |= {"limits": (limits, np.int32)} | (_with_places(rows, int(limits.max())) if _penalizes(rows) else {})
-        for name, (values, dtype) in arrays.items():
-            data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
-            if end + data.size > self._input_bytes:
-                raise Q27Error(f"sampling parameters of {n} rows need more than {self._input_bytes} bytes.")
-            self._host[end:end + data.size] = data
-            if name == "limits":
-                self._chain_limits = self._input + end
-            else:
-                setattr(args, name, self._input + end)
-            end += -(-data.size // 16) * 16
-        self._device.upload_pinned(self._input, self._host[:max(end, 16)])
-        if not self._device.is_recording:
-            self._event = self._device.mark()
-        return args
-
     # a chain of drafts
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         n = len(rows.temperature)
         if n > self.max_rows or len(limits) != n or limits.min() < 1 or limits.max() > MAX_STEPS:
             raise Q27Error(f"drafts: {n} rows with limits {limits.tolist()}, expected at most {self.max_rows} of 1 to {MAX_STEPS}.")
+        self._start_chain(n, replace(_kinds(rows), penalized=_penalizes(rows)))
+        self._chain, self._chain_limits = self._inputs.put(rows, limits)
+
+    def _start_chain(self, n: int, kinds: Kinds) -> None:
         self._rows, self._num_logprobs, self._step = n, np.full(n, -1, np.int32), 0
-        kinds = _kinds(rows)
-        self._chain_kinds = replace(kinds, penalized=_penalizes(rows))
-        self._chain = self._upload(rows, n, limits)
+        self._chain_kinds, self._chain_rows = kinds, n
+
+    def begin_ahead(self, rows: SamplingRows) -> Kinds:
+        """A chain whose positions `follow` will set. rows: the same object again needs no copy."""
+        if self._ahead[0] is not rows:
+            limits = np.full(len(rows.temperature), MAX_STEPS, np.int32)
+            self._ahead = (rows, *self._inputs_ahead.put(rows, limits))
+        self._start_chain(len(rows.temperature), _kinds(rows))
+        _, self._chain, self._chain_limits = self._ahead
+        return self._chain_kinds
+
+    def follow(self) -> None:
+        area = self._backend.area
+        args = cuda_args.Follow(self._out, self.accepted if self._accepted_valid else 0, area.at("tokens"), area.at("positions"),
+                                area.at("row_starts"), area.at("logit_rows"), self._chain.positions, self._chain_rows)
+        self._backend.launch("draft", "follow", (1,), 64, 0, args, dependent=False)
+
+    def take_drafts(self, batch: Batch) -> None:
+        """The drafts of the last chain into the batch that was put into the area."""
+        area = self._backend.area
+        args = cuda_args.TakeDrafts(area.at("tokens"), area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
+        self._backend.launch("draft", "take_drafts", (1,), 64, 0, args, dependent=False)
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
         self._check(logits, self._rows)
@@ -152,7 +187,7 @@ class Sampler:
         self._step += 1
 
     def drafted(self) -> Drafted:
-        n, steps = self._rows, self._step
+        n, steps = self._chain_rows, self._step
         words = self._device.download(self._drafts, 8 * n * MAX_STEPS).view(np.int32)
         tokens, margins = words[:n * steps], words[n * MAX_STEPS:n * (MAX_STEPS + steps)].view(np.float32)
         return Drafted(tokens.reshape(steps, n).copy(), margins.reshape(steps, n).copy())
@@ -171,16 +206,27 @@ class Sampler:
         backend.launch("accept", "accept", (1,), 256, 0, args, dependent=False)
         self._accepted_valid = True
 
+    def send(self, num_seqs: int) -> None:
+        """Start the download of what was drawn and accepted; `result` waits for this and not for what comes after it."""
+        self._device.download_pinned(self._sent_host, self._out)
+        self._sent = (self._device.mark(), self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
+
     def result(self, num_seqs: int) -> Sampled:
-        n, most = self._rows, self.max_rows
-        words = self._device.download(self._out, 8 * most + 4 * self.max_seqs).view(np.int32)
-        accepted = words[2 * most:2 * most + num_seqs].copy() if self._accepted_valid else np.ones(num_seqs, np.int32)
+        most, (n, num_logprobs, accepted_valid) = self.max_rows, (self._rows, self._num_logprobs, self._accepted_valid)
+        if self._sent is not None:
+            event, n, num_seqs, num_logprobs, accepted_valid = self._sent
+            self._sent = None
+            self._device.wait(event)
+            words = self._sent_host.view(np.int32)
+        else:
+            words = self._device.download(self._out, 8 * most + 4 * self.max_seqs).view(np.int32)
+        accepted = words[2 * most:2 * most + num_seqs].copy() if accepted_valid else np.ones(num_seqs, np.int32)
         tokens, margins = words[:n].copy(), words[most:most + n].view(np.float32).copy()
         logprobs: list = [None] * n
-        if (self._num_logprobs >= 0).any():
+        if (num_logprobs >= 0).any():
             values = self._device.download(self._logprobs, n * 33 * 4).view(np.float32).reshape(n, 33)
             ids = self._device.download(self._logprob_ids, n * MAX_LOGPROBS * 4).view(np.int32).reshape(n, MAX_LOGPROBS)
-            for row, count in enumerate(np.minimum(self._num_logprobs, MAX_LOGPROBS)):
+            for row, count in enumerate(np.minimum(num_logprobs, MAX_LOGPROBS)):
                 if count >= 0:
                     logprobs[row] = (float(values[row, 0]), ids[row, :count].copy(), values[row, 1:1 + count].copy())
         return Sampled(tokens, margins, accepted, logprobs)

@@ -26,7 +26,7 @@ from q27app.kernels.numpy_linear import multiply, multiply_rows
 from q27app.kernels.numpy_pass import TILE, Pass, begin_pass
 from q27app.kernels.numpy_state import DeferredRows, NumpyState
 from q27app.kernels.numpy_workers import share
-from q27app.kernels.reference_draft import DraftChain
+from q27app.kernels.reference_draft import DraftChain, chain_ahead, followed, with_drafts
 from q27app.kernels.reference_sample import count_accepted, sample_rows
 
 
@@ -151,7 +151,7 @@ class NumpyBackend:
     # the network
 
     def begin(self, batch: Batch, state: NumpyState) -> None:
-        self._pass = begin_pass(batch, state)
+        self._pass = begin_pass(batch := with_drafts(batch, self._chain), state)
         if self._blas_threads > 1:
             use_threads(1 if self._pass.tiles is not None else self._blas_threads)  # tiles are shared among threads
         if batch.deferred:
@@ -296,6 +296,15 @@ class NumpyBackend:
         if self._sampled is None:
             raise Q27Error("result without a sample before it.")
         return self._sampled
+
+    def send(self) -> None: ...
+
+    def begin_ahead(self, rows: SamplingRows) -> int:
+        self._chain = chain_ahead(rows, followed(self._work.batch, self.result()))
+        return 0
+
+    def follow(self) -> None:
+        self._pass = begin_pass(followed(self._work.batch, self.result()), self._work.state)
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._chain = DraftChain(rows, limits)

@@ -1,4 +1,4 @@
-"""A chain of drafts, in NumPy: the oracle of `draft.cu`, and what the NumPy backend runs."""
+"""Chains of drafts, in NumPy: the oracle of `draft.cu`, and what the NumPy backend runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from q27app.errors import Q27Error
-from q27app.kernels.batch import Batch, Drafted, SamplingRows
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.reference_sample import sample_rows
 
 
@@ -33,6 +33,33 @@ class DraftChain:
 
     def result(self) -> Drafted:
         return Drafted(np.stack(self._tokens), np.stack(self._margins))
+
+
+def followed(batch: Batch, sampled: Sampled) -> Batch:
+    """The first draft step after a pass: a row a sequence, its last drawn token where it will stand."""
+    starts, count = batch.row_starts[:-1], batch.num_seqs
+    return replace(batch, phase="draft", tokens=sampled.tokens[starts + sampled.accepted - 1],
+                   positions=(batch.positions[starts] + sampled.accepted).astype(np.int32), deferred=False,
+                   row_starts=np.arange(count + 1, dtype=np.int32), logit_rows=np.arange(count, dtype=np.int32))
+
+
+def chain_ahead(rows: SamplingRows, first: Batch) -> DraftChain:
+    """A chain that begins with the batch `first`; the positions of `rows` mean nothing."""
+    return DraftChain(replace(rows, positions=first.positions.astype(np.int64) + 1), np.full(first.num_rows, MAX_DECODE_ROWS))
+
+
+def with_drafts(batch: Batch, chain: DraftChain | None) -> Batch:
+    """The batch with what the chain drew in the places of its `in_flight` tokens."""
+    if not batch.is_in_flight:
+        return batch
+    if chain is None:
+        raise Q27Error("a pass with drafts in flight, and no chain has begun.")
+    lengths = np.diff(batch.row_starts)
+    depths = np.arange(batch.num_rows) - np.repeat(batch.row_starts[:-1], lengths) - 1
+    drafts, unknown = chain.result().tokens, batch.tokens < 0
+    tokens = batch.tokens.copy()
+    tokens[unknown] = drafts[depths[unknown], -1 - tokens[unknown]]
+    return replace(batch, tokens=tokens)
 
 
 def _counted(rows: SamplingRows, tokens: np.ndarray) -> SamplingRows:

@@ -106,6 +106,22 @@ class Model:
             self.backend.draw_drafts(self._draft_step(batch, state, first and step == 0))
         return self.backend.drafted()
 
+    def draft_ahead(self, state: State, steps: int, rows: SamplingRows) -> None:
+        """Chains of `steps` drafts behind the pass that was just drawn, before anybody knows what it drew: see
+        `Backend.begin_ahead`. The pass's own `result` does not wait for them. rows: how to draw, a row a sequence."""
+        assert self.mtp is not None
+        mtp, backend, count = self.mtp, self.backend, len(rows.temperature)
+        logits = self.logit_rows.rows(count)
+        backend.send()
+        kinds = backend.begin_ahead(rows)
+
+        def run() -> None:
+            backend.follow()
+            for step in range(steps):
+                backend.draw_drafts(mtp.draft(count, step == 0, logits))
+
+        self.replays.run((id(state), "ahead", count, steps, kinds), run)
+
     def _begin_draft(self, batch: Batch, state: State) -> None:
         if self.mtp is None:
             raise Q27Error(f"{self.config.name} has no draft layer (qwen35.nextn_predict_layers is 0).")

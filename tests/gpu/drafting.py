@@ -78,7 +78,7 @@ class Table:
     def fixed(self, cap: int, uses_suffix: bool = False, uses_mtp: bool = True) -> Drafts:
         """Always as many drafts as `cap`."""
         mtp = self.drafter._mtp if uses_mtp else None
-        return Drafts(mtp, uses_suffix, cap, self.drafter._prices, fixed=True)
+        return Drafts(mtp, uses_suffix, cap, self.drafter._prices, fixed=True, runs_ahead=self.drafter.runs_ahead)
 
     def ask(self, prompt, count: int, params: SamplingParams = GREEDY, **options) -> Told:
         self._count += 1

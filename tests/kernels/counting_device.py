@@ -53,6 +53,9 @@ class CountingDevice:
 
     upload_pinned = upload
 
+    def download_pinned(self, data: np.ndarray, address: int) -> None:
+        data[:] = self.download(address, data.nbytes)
+
     def download(self, address: int, nbytes: int) -> np.ndarray:
         self.synchronize()
         return np.resize(np.array([1], np.int32).view(np.uint8), nbytes)

@@ -1,9 +1,10 @@
-// draft_next: what a draft step drew becomes the input of the next one, without the host.
-// Reference: reference_draft.DraftChain     Used by: Backend.draw_drafts
+// draft_next: what a draft step drew becomes the input of the next one, without the host. follow: what a pass drew becomes the
+// input of a chain. take_drafts: what a chain drew becomes the drafts of a pass.
+// Reference: reference_draft     Used by: Backend.draw_drafts, Backend.begin_ahead, Backend.begin
 // Shapes:    drawn [rows], margins [rows] -> tokens, positions [rows] of the batch, positions of the draws [rows],
 //            penalty lists, drafts [step, rows], draft margins [step, rows]
 // Layout:    rows contiguous; a penalty list ends in places with id -1, one a step
-// Launch:    grid (rows), block (256), one block per row
+// Launch:    draft_next grid (rows), block (256), one block per row; follow, take_drafts grid (1), block (64), a thread per sequence or row
 // Defines:   none     Limits: none
 // Numbers:   integers. Bound: latency.
 #include "common.cuh"
@@ -42,4 +43,44 @@ extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_consta
   p.tokens[row] = token;
   ++p.positions[row];
   ++p.draw_positions[row];
+}
+
+struct Follow {
+  const int* drawn;           // [rows] of the pass, a token after each row
+  const int* accepted;        // [seqs] rows that became text, or null where each sequence has one row
+  int* tokens;                // of the batch
+  int* positions;             // of the batch
+  int* row_starts;            // of the batch
+  int* logit_rows;            // of the batch
+  long long* draw_positions;  // [seqs] of the chain
+  int num_seqs;
+};
+
+// The batch of a pass becomes that of a draft step: a row a sequence, its last drawn token where it will stand.
+extern "C" __global__ void __launch_bounds__(64) follow(const __grid_constant__ Follow p) {
+  const int seq = threadIdx.x;
+  int token = 0, position = 0;
+  if (seq < p.num_seqs) {
+    const int first = p.row_starts[seq], taken = p.accepted ? p.accepted[seq] : 1;
+    token = p.drawn[first + taken - 1], position = p.positions[first] + taken;
+  }
+  __syncthreads();
+  if (seq >= p.num_seqs) return;
+  p.tokens[seq] = token, p.positions[seq] = position, p.draw_positions[seq] = position + 1;
+  p.logit_rows[seq] = seq, p.row_starts[seq + 1] = seq + 1;
+}
+
+struct TakeDrafts {
+  int* tokens;            // of the batch; -1 - row: the draft of this row of the chain
+  const int* row_starts;  // of the batch
+  const int* drafts;      // [steps, chain_rows]
+  int rows, num_seqs, chain_rows;
+};
+
+extern "C" __global__ void __launch_bounds__(64) take_drafts(const __grid_constant__ TakeDrafts p) {
+  const int row = threadIdx.x;
+  if (row >= p.rows || p.tokens[row] >= 0) return;
+  int seq = 0;
+  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  p.tokens[row] = p.drafts[(row - p.row_starts[seq] - 1) * p.chain_rows - 1 - p.tokens[row]];
 }
