@@ -1,4 +1,4 @@
-"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [speed] [forced]`.
+"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [deep[=FORMAT]] [speed] [forced]`.
 
 codes: heads written by the device have the bytes of the NumPy codec; 25,000 rows are 200,000 heads, codes=131072 a million. errors: the 27B's heads against NumPy over the
 same cache, and a row's bits in groups of every size. speed: microseconds a layer, from graphs over 16 layers; the cache is
@@ -49,6 +49,15 @@ def errors(device, only: str = "") -> None:
         attempt(f"errors {name}", check)
 
 
+def deep(device, only: str = "fp8") -> None:
+    """At the end of the native window, 262,144 positions: NumPy takes some seconds."""
+    def check():
+        bench = AttendBench(device, CONFIG, only, 4096, 1, 1024)
+        fill(bench, 262_128)
+        return limited(check_attend(bench, 262_128, (16, 1, 8)), TOLERANCE)
+    attempt(f"262,144 positions, {only}", check)
+
+
 DEPTHS = (10, 2000, 32_000, 131_072, 240_000, 262_128)
 
 
@@ -91,8 +100,8 @@ def forced(device) -> None:
 
 def main(names: list[str]) -> int:
     device = open_device()
-    parts = {"codes": codes, "errors": errors, "speed": speed, "forced": forced}
-    for name in names or list(parts):
+    parts = {"codes": codes, "errors": errors, "deep": deep, "speed": speed, "forced": forced}
+    for name in names or [name for name in parts if name != "deep"]:
         part, _, value = name.partition("=")
         attempt(name, lambda part=part, value=value: parts[part](device, *([int(value) if value.isdigit() else value] if value else [])) or "done")
     line("failed", ", ".join(failures) or "nothing")
