@@ -256,8 +256,7 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
     if model.has_mtp and config.draft in ("auto", "mtp"):
         mtp = MtpDrafter(model, state, geometry.vocab_size, 0.0 if config.fixed_draft else MIN_MARGIN,
                          STEPS_AT_ONCE[model.backend.name], prices.record_step)
-    runs_ahead = STEPS_AT_ONCE[model.backend.name] > 1
-    return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft, runs_ahead)
+    return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft, model.backend.is_ahead)
 
 
 def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int,

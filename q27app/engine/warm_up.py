@@ -106,6 +106,17 @@ class WarmUp:
             ms = _timed(lambda: self._forward(batch))
             if is_alone:
                 self._prices.record_pass(batch.num_rows, ms)
+            if is_alone and self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
+                self._run_ahead(batch)
+
+    def _run_ahead(self, batch: Batch) -> None:
+        """Chains behind a pass, as many steps as its drafts."""
+        for params in SAMPLERS:
+            rows = sampling_rows([LogitRow(params, 0)], self._model.config.vocab_size)
+            for _ in range(2):
+                self._forward(batch)
+                self._model.draft_ahead(self._state, batch.num_rows - 1, rows)
+                self._model.backend.result()
 
     def _forward(self, batch: Batch) -> None:
         """A pass and its draws."""
