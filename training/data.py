@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 5, 256: 11, 512: 34, 1024: 24, 2048: 9, 4096: 13, 8192: 4}
-EARLY_SHARES = {128: 14, 256: 24, 512: 36, 1024: 16, 2048: 5, 4096: 4, 8192: 1}
+SHARES = {128: 5, 256: 10, 512: 31, 1024: 27, 2048: 8, 4096: 10, 8192: 9}
+EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
-EARLY = 0.25
+EARLY = 0.15
 XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")
 REPEAT_WEIGHT = 0.25
 """Of a token that was seen before in the same company."""
 REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.6, 0.04), (1.0, 0.0))
 """(until this share of the run, share of the batches that are `repeats` alone)."""
-REPEAT_LENGTH = 2048
+REPEAT_LENGTH = 8192
 """The longest class whose rows are filled up."""
 WAITING = 3
 """Batches a worker may be ahead."""
@@ -40,14 +40,15 @@ def repeats(rng: np.random.Generator, length: int, vocabulary: int) -> tuple[np.
     longest = int(rng.choice((3, 8, 24, 64)))
     count = max(1, int(length / (longest * rng.uniform(1.5, 4))))
     pieces = [rng.integers(0, vocabulary, rng.integers(2, longest + 1)) for _ in range(count)]
-    ids, weights, seen = [], [], set()
-    while sum(map(len, ids)) < length:
+    ids, weights, seen, size = [], [], set(), 0
+    while size < length:
         index = len(seen) if len(seen) < count and rng.random() < 0.5 else int(rng.integers(0, count))
         piece = pieces[index]
         weight = np.full(len(piece), REPEAT_WEIGHT if index in seen else 0.0, np.float32)
         weight[0] = 0.0
         seen.add(index)
         ids.append(piece)
+        size += len(piece)
         weights.append(weight)
     return np.concatenate(ids)[:length], np.concatenate(weights)[:length]
 
@@ -80,8 +81,8 @@ def make_batch(renderer: object, rng: random.Random, length: int, num_tokens: in
     return tokens, weights
 
 
-def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: object) -> None:
-    """A worker: batches into the queue until it is ended."""
+def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: object, longest: int) -> None:
+    """A worker: batches of length classes up to `longest` into the queue until it is ended."""
     torch.set_num_threads(1)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     from curriculum.render import Renderer
@@ -89,7 +90,7 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
 
     renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
     while True:
-        shares = EARLY_SHARES if share.value < EARLY else SHARES
+        shares = {length: part for length, part in (EARLY_SHARES if share.value < EARLY else SHARES).items() if length <= longest}
         length = rng.choices(list(shares), list(shares.values()))[0]
         alone = next(chance for until, chance in REPEAT_BATCHES if share.value <= until)
         if length <= REPEAT_LENGTH and rng.random() < alone:
@@ -101,13 +102,13 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
 class BatchSource:
     """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done."""
 
-    def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int) -> None:
+    def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int, longest: int = 8192) -> None:
         context = get_context("spawn")
         self._queue = context.Queue(maxsize=WAITING * workers)
         self.share = context.Value("d", 0.0, lock=False)
         self._workers = [
             context.Process(target=work, daemon=True,
-                            args=(str(tokenizer_path), tokens_per_step, seed * 1000 + index, self._queue, self.share))
+                            args=(str(tokenizer_path), tokens_per_step, seed * 1000 + index, self._queue, self.share, longest))
             for index in range(workers)]
         for worker in self._workers:
             worker.start()

@@ -35,7 +35,7 @@ MATRIX_LR = 0.02
 OTHER_LR = 0.003
 WARMUP = 0.01
 DECAY_FROM = 0.5
-ROUND_FROM = 0.65
+ROUND_FROM = 0.75
 ROUND_SHARE = 0.8
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
 DRAFT_DEPTHS = 4
@@ -47,6 +47,8 @@ DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
 SAVE_EVERY_S = 60
+REFILL_STEPS = 40
+"""Rates rise over so many steps where the optimizers start anew on trained weights: until their momenta mean something."""
 
 
 def learning_rate(share: float) -> float:
@@ -83,7 +85,9 @@ def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, dep
 def save_half(path: Path, network: Network, used: float, step: int) -> None:
     """The weights alone, matrices in float16: half the size, and nothing that a Q8 file would notice."""
     weights = {name: value.half() if value.dim() == 2 else value for name, value in network.state_dict().items()}
-    torch.save({"config": network.config, "weights": weights, "used_seconds": used, "step": step}, path)
+    aside = path.with_suffix(".part")
+    torch.save({"config": network.config, "weights": weights, "used_seconds": used, "step": step}, aside)
+    os.replace(aside, path)
 
 
 def save(path: Path, network: Network, optimizers: list, used: float, step: int) -> None:
@@ -100,7 +104,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=12.0, help="whole run, resumed parts together")
     parser.add_argument("--until", type=float, default=float("inf"), metavar="EPOCH", help="clock at which the run is over, whatever --minutes says")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of this part; the run resumes later")
+    parser.add_argument("--stop-at", type=float, default=float("inf"), metavar="EPOCH", help="clock at which this part ends; the run resumes later")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--longest", type=int, default=8192, help="leave out longer length classes; small ones try the script on a CPU")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="go on from last.pt in --out")
@@ -133,13 +139,13 @@ class Run:
         self.optimizers = make_optimizers(self.network, MATRIX_LR, OTHER_LR)
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.rounding = Rounding(self.network)
-        self.used_before, self.step = 0.0, 0
+        self.used_before, self.step, self.refills = 0.0, 0, REFILL_STEPS
         if options.resume and self.checkpoint.exists():
             self._load()
         elif options.start:
             saved = torch.load(options.start, map_location=self.device, weights_only=False)
             self.network.load_state_dict(saved["weights"])
-            self.used_before, self.step = saved["used_seconds"], saved["step"]
+            self.used_before, self.step, self.refills = saved["used_seconds"], saved["step"], 0
         self.started = time.monotonic()
         self.total = 60.0 * options.minutes
 
@@ -171,7 +177,8 @@ class Run:
         """One update; its losses, not yet waited for."""
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(share)
+                group["lr"] = rate * learning_rate(share) * min(1.0, (self.refills + 1) / REFILL_STEPS)
+        self.refills += 1
         has_drafts = share >= DRAFTS_FROM or self.step % DRAFT_EVERY == 0
         depths = (DRAFT_DEPTHS if tokens.shape[1] <= DRAFT_MAX_LENGTH else 1) if has_drafts else 0
         is_rounded = share >= ROUND_FROM and random.random() < ROUND_SHARE
@@ -191,7 +198,7 @@ class Run:
 
     def run(self) -> None:
         options = self.options
-        source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step)
+        source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step, longest=options.longest)
         if options.compile:
             self.network.compile_parts()
         random.seed(options.seed + self.step)
@@ -203,7 +210,7 @@ class Run:
             log = csv.writer(log_file)
             while True:
                 share = self.used / self.total
-                if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after:
+                if share >= 1.0 or time.monotonic() - self.started > 60 * options.stop_after or time.time() > options.stop_at:
                     break
                 before, source.share.value = time.monotonic(), min(share, 1.0)
                 if options.profile and self.step - first_step == 40:

@@ -43,21 +43,36 @@ def byte_symbols(text: str) -> str:
     return "".join(alphabet[byte] for byte in text.encode())
 
 
-def train(texts: Iterable[str], vocab_size: int, words: Sequence[str] = ()) -> str:
+def train(texts: Iterable[str], vocab_size: int, words: Sequence[str] = (), joined: Sequence[str] | None = None) -> str:
     """tokenizer.json text with `vocab_size` ids: 256 bytes, merges, those of `words` that are not merges, control tokens.
 
-    Raises UsageError if the texts do not have enough different pairs.
+    joined: the only words that a merge joins to the blank before them, and no merge joins a word to another sign, so
+    that a word has the same ids wherever it stands; None: whatever is frequent. Raises UsageError if the texts do not
+    have enough different pairs.
     """
     alphabet = byte_alphabet()
     pieces: Counter[str] = Counter()
     for text in texts:
         pieces.update(_PIECES.findall(text))
+    if joined is not None:
+        pieces = _bare(pieces)
     counted = [([alphabet[byte] for byte in piece.encode()], count) for piece, count in sorted(pieces.items())]
     unmade = dict.fromkeys(byte_symbols(word) for word in words)
-    merges = _merges(counted, vocab_size - 256 - len(CONTROL_TOKENS), unmade)
+    wanted = vocab_size - 256 - len(CONTROL_TOKENS) - len(joined or ())
+    merges = _merges(counted, wanted, unmade)
+    merges += [(byte_symbols(" "), byte_symbols(word)) for word in joined or ()]
     ordered = [*alphabet, *(left + right for left, right in merges), *unmade]
     vocabulary = {token: index for index, token in enumerate(ordered)}
     return _tokenizer_json(vocabulary, merges)
+
+
+def _bare(pieces: Counter[str]) -> Counter[str]:
+    """The pieces that begin with a sign and go on with a letter, without the sign."""
+    found: Counter[str] = Counter()
+    for piece, count in pieces.items():
+        has_sign = len(piece) > 1 and piece[1].isalpha() and not piece[0].isalpha() and piece[0] != "'"
+        found[piece[1:] if has_sign else piece] += count
+    return found
 
 
 def _merges(words: list[tuple[list[str], int]], wanted: int, unmade: dict[str, None]) -> list[tuple[str, str]]:

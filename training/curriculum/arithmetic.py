@@ -10,7 +10,7 @@ from curriculum.pools import person, thing
 from curriculum.random_words import any_word, words
 from curriculum.stories import plain_question, story_question
 
-MADE_SHARE = 0.6
+MADE_SHARE = 0.8
 """Of the training questions: put together by `stories`."""
 SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 PLAIN = (

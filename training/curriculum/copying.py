@@ -9,7 +9,7 @@ from curriculum.phrases import copy_request, noisy
 from curriculum.pools import code, excerpt, sentence, thing, word
 from curriculum.random_tasks import random_copying, random_editing
 
-MADE_SHARE = 0.65
+MADE_SHARE = 0.85
 """Of the training examples: made by `random_tasks`."""
 COPY = (
     "Repeat this exactly:\n{x}", "Copy this text:\n{x}", "Write this again, without changes:\n{x}", "Repeat after me: {x}",

@@ -18,11 +18,13 @@ from curriculum.recall import make_recall, recall
 from curriculum.records import extraction, listing, summary
 from curriculum.tool_calls import idle_tools, long_tools, refusal, tool_call, tool_session
 
-CHARS_A_TOKEN = 3.3
+CHARS_A_TOKEN = 2.4
+TOOL_CHARS_A_TOKEN = 3.5
+"""Of declarations as Python prints them."""
 PLAIN = (
-    (facts, 30), (arithmetic, 18), (follow_up, 3), (copying, 14), (editing, 4), (summary, 7), (extraction, 8), (listing, 3),
+    (facts, 25), (arithmetic, 17), (follow_up, 3), (copying, 13), (editing, 4), (summary, 6), (extraction, 9), (listing, 3),
 )
-WITH_TOOLS = ((tool_call, 12), (tool_session, 9), (refusal, 3))
+WITH_TOOLS = ((tool_call, 11), (tool_session, 20), (refusal, 3))
 SYSTEMS = (
     "You are a helpful assistant.", "You are a helpful assistant. Answer in short sentences.", "Be brief.", "Answer shortly and truly.",
     "You are the demo model of q27app.", "You help people with q27app.", "You are a careful assistant for everyday tasks.",
@@ -77,7 +79,7 @@ def idle(rng: random.Random, split: str) -> Example:
 def small(rng: random.Random, split: str = TRAIN) -> Example:
     """An exchange that fits a few hundred characters: for the shortest conversations."""
     kind = rng.random()
-    if kind < 0.12:
+    if kind < 0.1:
         return ruled(rng, split)
     if kind < 0.2:
         return recall(rng, split)
@@ -87,22 +89,23 @@ def small(rng: random.Random, split: str = TRAIN) -> Example:
 
 
 def with_tools(rng: random.Random, split: str = TRAIN) -> Example:
-    return idle(rng, split) if rng.random() < 0.12 else _weighted(rng, WITH_TOOLS)(rng, split)
+    return idle(rng, split) if rng.random() < 0.08 else _weighted(rng, WITH_TOOLS)(rng, split)
 
 
 def size_of(steps: Sequence[Step], tools: Sequence[Mapping[str, Any]] = (), system: str | None = None) -> float:
     """About how many tokens these take."""
     chars = sum(len(step.text) + len(step.reasoning or "") + (len(str(step.calls)) if step.calls else 0) for step in steps)
-    return (chars + len(str(tools)) + len(system or "") + (700 if tools else 0)) / CHARS_A_TOKEN + 9 * len(steps) + 14
+    declared = (len(str(tools)) + 700) / TOOL_CHARS_A_TOKEN if tools else 0
+    return (chars + len(system or "")) / CHARS_A_TOKEN + declared + 9 * len(steps) + 14
 
 
 def conversation(rng: random.Random, length: int) -> Conversation:
     """A conversation of training text of about `length` tokens or less."""
     if length >= 2048:
         kind = rng.random()
-        if kind < 0.62:
+        if kind < 0.75:
             return _long_recall(rng, length)
-        if kind < 0.82:
+        if kind < 0.88:
             return _agent(rng, length)
         return _session(rng, length)
     if length == 128:
@@ -110,9 +113,9 @@ def conversation(rng: random.Random, length: int) -> Conversation:
     if length == 256:
         return _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.68:
+    if kind < 0.76:
         return _session(rng, length, tools=True)
-    if kind < 0.8:
+    if kind < 0.86:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 
@@ -146,17 +149,17 @@ def _thinking(rng: random.Random, example: Example, thinks: bool | None = None) 
 def _session(rng: random.Random, length: int, tools: bool = True) -> Conversation:
     """Exchanges one after the other until the length is reached."""
     first = (with_tools if tools else small)(rng)
-    for _ in range(50):
+    for tried in range(100):
         if size_of(first.steps, first.tools, first.system) < length * 0.95:
             break
-        first = (with_tools if tools and rng.random() < 0.8 else small)(rng)
+        first = (with_tools if tools and tried < 60 else small)(rng)
     base = as_conversation(rng, first)
     steps, declared = list(base.steps), {tool["function"]["name"]: tool for tool in base.tools}
     if first.system is not None and first.task == "system":
         return base
     misses = 0
-    while misses < 3:
-        example = with_tools(rng) if tools and rng.random() < 0.35 else plain(rng, TRAIN)
+    while misses < 8:
+        example = with_tools(rng) if tools and rng.random() < 0.45 else plain(rng, TRAIN)
         if example.alone or (example.tools and not tools):
             misses += 1
             continue
@@ -169,7 +172,7 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
             continue
         declared |= more
         steps += added
-        if rng.random() < 0.08:
+        if rng.random() < 0.04:
             break
     shuffled = list(declared.values())
     rng.shuffle(shuffled)
@@ -177,8 +180,8 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
 
 
 def _long_recall(rng: random.Random, length: int) -> Conversation:
-    questions = min(24, max(1, length // rng.choice((80, 170))))
-    num_facts = rng.randint(questions, questions + 12) if rng.random() < 0.7 else rng.randint(1, 4)
+    questions = min(48, max(1, length // rng.choice((80, 170))))
+    num_facts = rng.randint(questions, questions + 12) if rng.random() < 0.8 else rng.randint(1, 4)
     overhead = num_facts * 16 + min(questions, num_facts) * 44 + 40
     room = max(0.0, (length * rng.uniform(0.55, 0.93) - overhead) * CHARS_A_TOKEN)
     if length <= 1024 and rng.random() < 0.5:

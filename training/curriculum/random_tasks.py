@@ -11,7 +11,7 @@ import random
 from curriculum.example import Example, Step, ask, is_held_out
 from curriculum.phrases import COPY, JSON, PULL, RECALL, SAME, THIS, copy_request
 from curriculum.pools import code, excerpt, paragraph
-from curriculum.random_words import any_code, any_id, any_name, any_record, any_text, any_word, short_value, words
+from curriculum.random_words import any_code, any_id, any_name, any_record, any_text, any_word, digits, short_value, words
 
 LEADS = ("", "", "", "", "Please ", "Can you ", "Could you ", "I want you to ", "Now ", "Your task: ", "Next: ", "Let us ", "Okay, ", "I need you to ",
          "For me: ", "Just ", "Go and ", "You have to ", "I would like you to ")
@@ -110,7 +110,9 @@ def random_editing(rng: random.Random) -> Example:
 SAID = ("the {k} of {o} is {v}", "{o} has the {k} {v}", "{v} is the {k} of {o}", "{o}: {k} {v}", "{o}'s {k} is {v}", "{o} {w} the {k} {v}", "{k} {v} {w} {o}",
         "the {k} for {o} is {v}", "{o} {w} {v} as {k}", "{k} of {o}: {v}", "{o} {w} {k} {v}", "for {o} the {k} {w} {v}", "{v} {w} the {k} of {o}",
         "{o} ({k} {v})", "{o}, {k} {v}", "the {k} {v} {w} {o}", "{w} {o} the {k} {v}", "{k} for {o} = {v}", "{o} | {k} | {v}", "{o} {w} {w} {v} for {k}",
-        "we {w} {o} the {k} {v}", "{o} got {w} {k} {v}", "{o} is {w} the {k} {v}", "in {o} the {k} is {v}", "{o} with {k} {v}")
+        "we {w} {o} the {k} {v}", "{o} got {w} {k} {v}", "{o} is {w} the {k} {v}", "in {o} the {k} is {v}", "{o} with {k} {v}",
+        "{v} is the {k} of {o}", "{v} is the {k} for {o}", "{v} as {k} of {o}", "{v} {w} {k} {w} {o}", "{v}: {k} of {o}", "{v} is what {o} has as {k}",
+        "{v} {w} {o} as {k}", "{v} for {o}, {w} {k}")
 ASKED = ("the {k} of {o}", "the {k} for {o}", "{o}'s {k}", "which {k} {o} has", "{k} of {o}", "{o}: {k}", "what {k} {w} {o}", "{o}, {k}", "{o} {w} which {k}",
          "the {k} that {o} {w}", "{k} {w} {o}", "{o} and the {k}", "which {k} {w} {o}", "the {k} {w} {w} {o}", "{o} {w} {w} the {k}", "for {o} the {k}")
 
@@ -126,6 +128,21 @@ def _owner(rng: random.Random) -> str:
     if kind == 3:
         return f"{any_word(rng)} {rng.randint(1, 999)}"
     return f"the {any_word(rng)}" if kind == 4 else any_id(rng)
+
+
+def _alike(rng: random.Random, count: int) -> list[str]:
+    """Owners that share words, so that only all of a name tells whose a value is."""
+    size = 2 + count // 4
+    firsts, seconds, titled = [any_word(rng) for _ in range(size)], [any_word(rng) for _ in range(size)], rng.random() < 0.5
+    if rng.random() < 0.35:
+        seconds = [digits(rng, 3) for _ in range(3 * size)]
+    the = "the " if rng.random() < 0.3 else ""
+    found = [f"{the}{rng.choice(firsts)} {rng.choice(seconds)}" for _ in range(count)]
+    return [owner.title() for owner in found] if titled and not the else found
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(10, 99999))
 
 
 def _filled(rng: random.Random, form: str, **values: str) -> str:
@@ -144,7 +161,9 @@ def _wrapped(rng: random.Random, core: str) -> str:
 def _facts(rng: random.Random, count: int) -> list[tuple[str, str, str]]:
     kinds = [any_word(rng) for _ in range(rng.choice((1, 1, 2, 3, 6)))]
     owners = [_owner(rng) for _ in range(max(1, count if rng.random() < 0.6 else count // 2))]
-    make = rng.choice((short_value, short_value, code, lambda r: str(r.randint(10, 99999))))
+    if rng.random() < 0.5:
+        owners = _alike(rng, len(owners))
+    make = rng.choice((short_value, code, _number, _number))
     found = {(rng.choice(owners), rng.choice(kinds) if rng.random() < 0.9 else any_word(rng)): make(rng) for _ in range(count)}
     return [(owner, kind, value) for (owner, kind), value in found.items()]
 

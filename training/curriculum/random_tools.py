@@ -43,7 +43,7 @@ class RandomTool:
         return self.declaration["function"]["name"]
 
 
-KINDS = ("string",) * 10 + ("integer",) * 5 + ("number", "boolean", "boolean", "enum", "enum", "strings", "integers", "object")
+KINDS = ("string",) * 15 + ("integer",) * 6 + ("boolean",) * 4 + ("number", "enum", "enum", "strings", "integers", "object")
 
 
 def _param(rng: random.Random) -> Param:
@@ -51,7 +51,7 @@ def _param(rng: random.Random) -> Param:
     if rng.random() < 0.35:
         name = rng.choice(PARAMS)
     else:
-        name = identifier(rng, [any_word(rng) for _ in range(rng.choice((1, 1, 1, 2)))]).replace(".", "_")
+        name = identifier(rng, [any_word(rng) for _ in range(rng.choice((1, 1, 1, 1, 2)))]).replace(".", "_")
     schema: dict[str, Any] = {"type": {"enum": "string", "strings": "array", "integers": "array"}.get(kind, kind)}
     if kind == "enum":
         schema["enum"] = [any_word(rng) for _ in range(rng.randint(2, 5))]
@@ -78,7 +78,7 @@ def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomToo
         f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one', 'any'))} {noun}", f"{verb.capitalize()} {noun}s", f"{any_name(rng)}s {any_word(rng)} {noun}",
         words(rng, 2, 7).capitalize(), said_sentence(rng), f"{verb.capitalize()} the {noun} of {rng.choice(('a', 'the'))} {any_word(rng)}",
         f"{inflected(rng, verb).capitalize()} {any_word(rng)} {noun}s.", f"Tool for the {noun}. {said_sentence(rng)}"))
-    params = tuple({param.name: param for param in (_param(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 5))))}.values())
+    params = tuple({param.name: param for param in (_param(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5))))}.values())
     required = len(params) if rng.random() < 0.6 else rng.randint(0, len(params))
     schema: dict[str, Any] = {"type": "object", "properties": {param.name: dict(param.schema) for param in params}}
     if required or rng.random() < 0.5:
@@ -138,9 +138,11 @@ def said(rng: random.Random, param: Param, value: Any, is_marked: bool) -> str:
 JOIN = ("is", "=", ":", "as", "of", "to", "at", "equal to", "set to", "should be", "will be", "must be", "->", "with", "for", "was", "to be")
 
 
-def _pair(rng: random.Random, key: str, value: str, shape: int) -> str:
-    """Key and value next to each other, in one of many shapes."""
-    key = key.replace("_", " ") if rng.random() < 0.12 else key
+def _pair(rng: random.Random, key: str, value: str, shape: int, link: str = "") -> str:
+    """Key and value next to each other, in one of many shapes. link: what stands between them, if there is one."""
+    key = key.replace("_", " ") if rng.random() < 0.08 else key
+    if link:
+        return f"{value} {link} {key}" if shape in (3, 4) else f"{key} {link} {value}"
     if shape == 0:
         return f"{key} {value}"
     if shape == 1:
@@ -157,11 +159,15 @@ def _pair(rng: random.Random, key: str, value: str, shape: int) -> str:
 
 
 def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
-    """All arguments with their names."""
+    """All arguments with their names. Half of the time one link, a word or two of any meaning, stands in all of them. Now and then
+    their order is turned, and that of `given` with it: a call follows the request."""
     shape = rng.randrange(8)
-    is_marked = rng.random() < 0.5
-    told = [_pair(rng, param.name, said(rng, param, value, is_marked), rng.randrange(8) if rng.random() < 0.15 else shape)
-            for param, value in rng.sample(given, len(given))]
+    link = (rng.choice(JOIN) if rng.random() < 0.2 else words(rng, 1, rng.choice((1, 1, 1, 2)))) if rng.random() < 0.5 else ""
+    is_marked = rng.random() < 0.4 or " " in link or (not link and shape in (0, 6))  # else nobody knows where a value of words begins
+    if rng.random() < 0.35:
+        rng.shuffle(given)
+    told = [_pair(rng, param.name, said(rng, param, value, is_marked), rng.randrange(8) if rng.random() < 0.08 else shape, link)
+            for param, value in given]
     if len(told) == 1:
         return told[0]
     joint, last = rng.choice(((", ", " and "), (", ", " and "), (", ", ", "), ("; ", "; "), (" and ", " and "), (", ", " plus "),
@@ -172,12 +178,13 @@ def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
 LINKS = ("in", "at", "for", "on", "to", "from", "with", "into", "by", "of", "and", "as", "about", "until", "near", "under", "the", "a", "is", "my", "over")
 
 
-def spoken(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]) -> str:
-    """The values in the order of the parameters, between words that mean nothing, some next to a word of their parameter."""
-    found, is_marked = [], rng.random() < 0.8
+def spoken(rng: random.Random, given: list[tuple[Param, Any]], has_key: bool = False) -> str:
+    """The values in the order of the parameters, between words that mean nothing, some next to a word of their parameter; at least
+    one if has_key."""
+    found, is_marked, keyed = [], rng.random() < 0.95, rng.randrange(len(given)) if has_key and given else -1
     for index, (param, value) in enumerate(given):
         text = said(rng, param, value, is_marked)
-        if isinstance(value, bool) or rng.random() < 0.25:
+        if isinstance(value, bool) or rng.random() < 0.25 or index == keyed:
             key = param.name.replace("_", " ")
             text = rng.choice((f"{text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
         link = rng.choice(LINKS) if rng.random() < 0.7 else any_word(rng) if rng.random() < 0.6 else ""
@@ -198,15 +205,22 @@ def _noise(rng: random.Random, chance: float) -> str:
     return f"{words(rng, 1, 3)} " if rng.random() < chance else ""
 
 
+def _described(rng: random.Random, tool: RandomTool) -> str:
+    """Some words of the tool's description, in their order."""
+    about = tool.declaration["function"]["description"].rstrip(".!?").lower().split()
+    begin = rng.randrange(len(about))
+    return " ".join(about[begin:begin + rng.randint(2, 4)]) if len(about) - begin > 1 else " ".join(about[-2:])
+
+
 def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool) -> str:
     """A user's words for a call with these arguments. is_alone: no other tool is declared, so nothing need tell them apart."""
     kind, lead, tail = rng.random(), rng.choice(LEADS), rng.choice(TAILS)
-    verb = tool.verb if rng.random() < 0.8 else inflected(rng, tool.verb)
-    noun = tool.noun if rng.random() < 0.75 else inflected(rng, tool.noun)
+    verb = tool.verb if rng.random() < 0.88 else inflected(rng, tool.verb)
+    noun = tool.noun if rng.random() < 0.88 else inflected(rng, tool.noun)
     named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
     worded = f"{verb} {rng.choice(DETERMINERS) if rng.random() < 0.8 else any_word(rng)} {noun}".replace("  ", " ")
     if kind < 0.62:
-        what = named if rng.random() < 0.35 else worded
+        what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
         joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 6)}: "))
         if not told:
@@ -216,11 +230,12 @@ def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]
         else:
             text = lead + _noise(rng, 0.2) + what + _noise(rng, 0.0) + joint + told + (")" if joint == " (" else "") + tail
     else:
-        told = spoken(rng, tool, given)
-        if is_alone and rng.random() < 0.3:
+        is_vague = rng.random() < (0.3 if is_alone else 0.12)
+        told = spoken(rng, given, is_vague and not is_alone)
+        if is_vague:
             begin = words(rng, 1, 4)
         else:
-            begin = rng.choice((worded, worded, f"{verb}", f"{noun}", f"what {noun}", f"how {inflected(rng, tool.noun)} is it", f"{any_word(rng)} {noun}",
+            begin = rng.choice((worded, worded, f"{verb}", f"{noun}", f"what {noun}", f"how {inflected(rng, tool.noun)} is it", f"{any_word(rng)} {noun}", _described(rng, tool),
                                 f"{verb} {any_word(rng)} {rng.choice(DETERMINERS)} {noun}", named))
         text = f"{lead}{_noise(rng, 0.15)}{begin}{rng.choice((' ', ' ', ' ', ': ', ', '))}{told}{tail}" if rng.random() < 0.85 \
             else f"{told}{rng.choice((', ', ': ', ' '))}{begin}{tail}"

@@ -107,8 +107,10 @@ def short_value(rng: random.Random) -> str:
 
 
 def json_value(rng: random.Random) -> Any:
+    """A text, a number or a flag; no text that reads like a number, since nothing says which of both it is."""
     kind = rng.random()
-    return short_value(rng) if kind < 0.6 else rng.randint(0, 99999) if kind < 0.85 else rng.random() < 0.5
+    found = short_value(rng) if kind < 0.6 else rng.randint(0, 99999) if kind < 0.85 else rng.random() < 0.5
+    return int(found) if isinstance(found, str) and found.isdigit() and str(int(found)) == found else found
 
 
 def any_record(rng: random.Random, low: int = 1, high: int = 5) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
 )
 
-RANDOM_SHARE = 0.7
+RANDOM_SHARE = 0.85
 """Of the training examples: tools and requests of `random_tools`."""
 COUNTS = (0, 1, 2, 3, 4, 6)
 """How many other tools may be declared."""
@@ -120,7 +120,7 @@ def _choice(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str,
 def tool_call(rng: random.Random, split: str) -> Example:
     """One or several tools, a request, the call; half of the time also the result and the answer from it."""
     if split == TRAIN and rng.random() < RANDOM_SHARE:
-        tool, count = random_tool(rng), rng.choice((0, *COUNTS))
+        tool, count = random_tool(rng), rng.choice(COUNTS)
         made, more = _random(rng, tool, count == 0), _others(rng, split, count, {tool.name}, tool)
     else:
         made = _choice(rng, split)
@@ -135,14 +135,35 @@ def tool_call(rng: random.Random, split: str) -> Example:
     steps = [Step("user", request), Step("assistant", rng.choice(PREFACE) if split == TRAIN and rng.random() < 0.1 else "", reasoning, (call,))]
     check: Mapping[str, Any] = {"kind": "calls", "calls": [call]}
     task = "tool_calls"
-    if rng.random() < (0.5 if split == "train" else 0.25):
+    if rng.random() < (0.35 if split == "train" else 0.25):
         steps += [Step("tool", json.dumps(result)), Step("assistant", says, "I have the result." if thinks else None)]
         check, task = {"kind": "exact", "value": says}, "tool_results"
     return Example(task, tuple(steps), check, tools=tuple(tools), thinking=thinks)
 
 
+def _drill(rng: random.Random) -> Example:
+    """More requests than tools, all of them made, so that much is called for few declarations."""
+    first = random_tool(rng)
+    tools = {first.name: first}
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 2, 3, 4))):
+        tool = random_tool(rng, first if rng.random() < 0.3 else None)
+        tools.setdefault(tool.name, tool)
+    asked = [*tools.values(), *rng.choices(list(tools.values()), k=rng.randint(0, len(tools) + 1))]
+    rng.shuffle(asked)
+    steps: list[Step] = []
+    for tool in asked:
+        _, request, arguments, result, says = _random(rng, tool, len(tools) == 1)
+        steps += [Step("user", request), Step("assistant", "", None, ({"name": tool.name, "arguments": arguments},)),
+                  Step("tool", json.dumps(result)), Step("assistant", says)]
+    declared = [tool.declaration for tool in tools.values()] + _others(rng, TRAIN, rng.choice((0, 0, 0, 1)), set(tools), first)
+    rng.shuffle(declared)
+    return Example("tool_results", tuple(steps), {"kind": "exact", "value": steps[-1].text}, tools=tuple(declared))
+
+
 def tool_session(rng: random.Random, split: str) -> Example:
     """Several requests over one set of tools, with results and plain sentences between them."""
+    if split == TRAIN and rng.random() < RANDOM_SHARE:
+        return _drill(rng)
     made = [_choice(rng, split) for _ in range(rng.randint(2, 4))]
     by_name = {declaration["function"]["name"]: declaration for declaration, *_ in made}
     made = [item for item in made if by_name[item[0]["function"]["name"]] is item[0]]
