@@ -40,8 +40,8 @@ ROUND_SHARE = 0.8
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
 DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
-DRAFT_EVERY = 2
-"""Until DRAFTS_FROM drafts are trained on every second step, then on every one."""
+DRAFT_EVERY = 4
+"""Until DRAFTS_FROM drafts are trained on one step in so many, then on every one."""
 DRAFTS_FROM = 0.8
 DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
