@@ -2,8 +2,8 @@
 
     waiting     in order of arrival; the first is admitted when a slot and the blocks for its prompt and its whole answer
                 are free, so an admitted sequence never runs out of memory
-    prefilling  take turns, a chunk each. A chunk ends at an absolute multiple of the chunk size, at a stop that the prefix
-                cache asks for, or with the prompt
+    prefilling  take turns, a chunk each. A chunk ends at a multiple of 64 when it is full, at a stop that the prefix cache asks
+                for, or with the prompt
     running     a round gives each of them one pass; up to 16 rows go through one pass. Between two chunks of prefill lies
                 a whole round, so a running stream waits for at most one chunk, which is then short enough (`pace`)
 
@@ -215,7 +215,7 @@ class Scheduler:
     def _chunk_end(self, sequence: Sequence, size: int) -> int:
         start, prompt = sequence.num_computed, sequence.num_prompt
         size = BLOCK_POSITIONS if sequence.request.prompt_logits else size
-        end = min(prompt, (start // size + 1) * size)
+        end = min(prompt, start // BLOCK_POSITIONS * BLOCK_POSITIONS + size)
         return min([end, *(stop for stop in sequence.stops if start < stop)])
 
     def _decode_work(self) -> Work:
