@@ -36,6 +36,14 @@ def item_warps(item_rows: int) -> int:
     return 4 if item_rows <= 4 else item_rows
 
 
+def prefill_block(card, head_dim: int) -> tuple[int, int]:
+    """(threads, bytes of dynamic shared memory) of attend_prefill (attend_warp.cuh, attend_warpgroup.cuh)."""
+    warps = card.attend_defines()["QUERY_WARPS"]
+    if card.has_warpgroups:
+        return 384, 2048 + 6 * BLOCK_POSITIONS * head_dim * 2
+    return 32 * warps, (16 * warps + 2 * BLOCK_POSITIONS) * (head_dim + 8) * 2
+
+
 class Attention:
     """The attend stage of a backend; owns no memory."""
 
@@ -79,11 +87,10 @@ class Attention:
 
     def _prefill(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
         backend, geometry = self._backend, self._backend.state.geometry
-        warps = backend.device.card.attend_defines()["QUERY_WARPS"]
-        queries = warps * 16
+        queries = 16 * backend.device.card.attend_defines()["QUERY_WARPS"]
         tiles = sum(-(-int(rows) // queries) for rows in np.diff(batch.row_starts))
-        shared = (queries + 2 * 64) * (geometry.head_dim + 8) * 2
-        backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), warps * 32, shared, args, dependent=False)
+        threads, shared = prefill_block(backend.device.card, geometry.head_dim)
+        backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), threads, shared, args, dependent=False)
 
     def _item_rows(self, largest: int) -> int:
         """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the card's shared memory takes."""

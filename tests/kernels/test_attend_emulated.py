@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from q27app.errors import UsageError
-from q27app.kernels import cuda_attention
+from q27app.kernels import card as card_module, cuda_attention
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
@@ -36,6 +36,18 @@ def test_attention_of_a_format(name, card, config):
     attend_checks.fill(bench, 192)
     for position, counts, phase in ((0, (5, 1), "decode"), (186, (12, 1, 8, 3), "decode"), (61, (70,), "prefill")):
         assert attend_checks.check_attend(bench, position, counts, phase) < 5e-4
+    device.check_guards()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
+def test_prefill_by_warpgroups(name, monkeypatch):
+    monkeypatch.setattr(card_module, "WARPGROUP_KINDS", frozenset({(9, 0)}))
+    device = EmulatedDevice(CARD)
+    bench = attend_checks.AttendBench(device, CONFIG, name, 6, 1, 200)
+    attend_checks.fill(bench, 192)
+    for position, counts in ((61, (100, 37)), (0, (150,))):
+        assert attend_checks.check_attend(bench, position, counts, "prefill") < 5e-4
     device.check_guards()
 
 

@@ -137,23 +137,38 @@ __device__ __forceinline__ float write_query(const Attend& p, int row, int head,
   return power_inverse(scale) * rsqrtf((float)HEAD_DIM);
 }
 
-// 16 bytes of plain rows -> fp16 at target.
-template <int CODE> __device__ __forceinline__ void expand_plain(const uint4& raw, uint16_t* target) {
+// Where a tile's numbers go in shared memory as fp16, eight at a time.
+struct StridedRows {
+  uint16_t* tile;
+  int stride;   // halves
+  __device__ __forceinline__ uint4* at(int key, int number) const { return reinterpret_cast<uint4*>(tile + key * stride + number); }
+};
+// As warpgroup matrix instructions want it: [number / 64][key][64], the 16-byte pieces of 128 bytes in the order piece ^ (key % 8).
+struct SwizzledRows {
+  unsigned char* tile;
+  __device__ __forceinline__ uint4* at(int key, int number) const {
+    return reinterpret_cast<uint4*>(tile + (number / 64 * BLOCK_POSITIONS + key) * 128 + (number / 8 % 8 ^ key % 8) * 16);
+  }
+};
+
+// 16 bytes of a plain row from number `number` on -> fp16.
+template <int CODE, class Layout> __device__ __forceinline__ void expand_plain(const uint4& raw, Layout rows, int key, int number) {
   if (CODE == CODE_HALF) {
-    *reinterpret_cast<uint4*>(target) = raw;
+    *rows.at(key, number) = raw;
   } else {
     const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      reinterpret_cast<uint4*>(target)[i] =
+      *rows.at(key, number + 8 * i) =
           make_uint4(half2_from_e4m3x2(word[2 * i] & 0xffff), half2_from_e4m3x2(word[2 * i] >> 16),
                      half2_from_e4m3x2(word[2 * i + 1] & 0xffff), half2_from_e4m3x2(word[2 * i + 1] >> 16));
   }
 }
 
-// One warp, each thread another piece: 32 numbers of a turned row, from number 32 * piece on, times their norm -> fp16 at target,
-// or zeros. level: that of index threadIdx.x % 2^bits.
-template <int CODE> __device__ __forceinline__ void expand_turned(const unsigned char* row, int piece, bool wanted, float level, uint16_t* target) {
+// One warp, each thread another piece: 32 numbers of a turned row, from number 32 * piece on, times their norm -> fp16, or zeros.
+// level: that of index threadIdx.x % 2^bits.
+template <int CODE, class Layout>
+__device__ __forceinline__ void expand_turned(const unsigned char* row, int piece, bool wanted, float level, Layout rows, int key) {
   constexpr int LOW = low_bits(CODE);
   const int half = piece / 4, part = piece % 4;
   const unsigned char* block = row + half * turned_bytes(LOW);
@@ -174,39 +189,38 @@ template <int CODE> __device__ __forceinline__ void expand_turned(const unsigned
       }
       word[j] = wanted ? half2_from_floats(value[0], value[1]) : 0;
     }
-    reinterpret_cast<uint4*>(target)[i] = make_uint4(word[0], word[1], word[2], word[3]);
+    *rows.at(key, 32 * piece + 8 * i) = make_uint4(word[0], word[1], word[2], word[3]);
   }
 }
 
-// A tile of 64 consecutive positions of a head -> fp16 rows of `stride` halves in shared memory; keys outside [first, end)
-// become zeros. tile: the head's part of the block of `position`, a multiple of 64.
-template <int CODE, int TILE_THREADS>
-__device__ __forceinline__ void expand_tile(const unsigned char* tile, int position, int first, int end, uint16_t* shared, int stride) {
+// A tile of 64 consecutive positions of a head -> fp16 rows in shared memory, by TILE_THREADS threads of which this is `thread`;
+// keys outside [first, end) become zeros. tile: the head's part of the block of `position`, a multiple of 64.
+template <int CODE, int TILE_THREADS, int AT_ONCE = 2, class Layout>
+__device__ __forceinline__ void expand_tile(const unsigned char* tile, int position, int first, int end, Layout rows, int thread) {
   if constexpr (is_turned(CODE)) {
     constexpr int PIECES = HEAD_DIM / 32;
     static_assert(BLOCK_POSITIONS * PIECES % TILE_THREADS == 0, "whole warps");
-    const float level = level_of<low_bits(CODE)>(threadIdx.x);
+    const float level = level_of<low_bits(CODE)>(thread);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < BLOCK_POSITIONS * PIECES; i += TILE_THREADS) {
+    for (int i = thread; i < BLOCK_POSITIONS * PIECES; i += TILE_THREADS) {
       const int key = i / PIECES, piece = i % PIECES;
-      expand_turned<CODE>(tile + key * code_row_bytes(CODE), piece, position + key >= first && position + key < end, level,
-                          shared + key * stride + 32 * piece);
+      expand_turned<CODE>(tile + key * code_row_bytes(CODE), piece, position + key >= first && position + key < end, level, rows, key);
     }
   } else {
-    constexpr int ROW = code_row_bytes(CODE), CHUNKS = BLOCK_POSITIONS * ROW / 16, AT_ONCE = 2, VALUES = 16 * HEAD_DIM / ROW;
-    static_assert(CHUNKS % (TILE_THREADS * AT_ONCE) == 0 || CHUNKS < TILE_THREADS * AT_ONCE, "whole rounds");
+    constexpr int ROW = code_row_bytes(CODE), CHUNKS = BLOCK_POSITIONS * ROW / 16, NUMBERS = 16 * HEAD_DIM / ROW;
+#pragma unroll 1
     for (int base = 0; base < CHUNKS; base += TILE_THREADS * AT_ONCE) {
       uint4 raw[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int chunk = base + threadIdx.x + i * TILE_THREADS, key = position + chunk / (ROW / 16);
+        const int chunk = base + thread + i * TILE_THREADS, key = position + chunk / (ROW / 16);
         raw[i] = make_uint4(0, 0, 0, 0);
         if (chunk < CHUNKS && key >= first && key < end) raw[i] = __ldcg(reinterpret_cast<const uint4*>(tile) + chunk);
       }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int chunk = base + threadIdx.x + i * TILE_THREADS;
-        if (chunk < CHUNKS) expand_plain<CODE>(raw[i], shared + chunk / (ROW / 16) * stride + chunk % (ROW / 16) * VALUES);
+        const int chunk = base + thread + i * TILE_THREADS;
+        if (chunk < CHUNKS) expand_plain<CODE>(raw[i], rows, chunk / (ROW / 16), chunk % (ROW / 16) * NUMBERS);
       }
     }
   }

@@ -283,6 +283,30 @@ template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (
     mma_f16(c[n], a[0], a[1], a[2], a[3], b[0], b[1]);
   }
 }
+inline const unsigned char* tile_piece(const void* tile, int row, int column) {   // 16 bytes of [column / 64][64 rows][64], swizzled
+  return static_cast<const unsigned char*>(tile) + (column / 64 * 64 + row) * 128 + (column / 8 % 8 ^ row % 8) * 16;
+}
+inline void warpgroup_mma_tiles(float (&c)[8][4], const void* a, const void* b, int step) {
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3, first = emulated::current / 32 % 4 * 16;
+  uint32_t left[4], right[2];
+  for (int i = 0; i < 4; ++i) memcpy(&left[i], tile_piece(a, first + g + i % 2 * 8, 16 * step + i / 2 * 8) + 4 * q, 4);
+  for (int n = 0; n < 8; ++n) {
+    for (int i = 0; i < 2; ++i) memcpy(&right[i], tile_piece(b, 8 * n + g, 16 * step + 8 * i) + 4 * q, 4);
+    mma_f16(c[n], left[0], left[1], left[2], left[3], right[0], right[1]);
+  }
+}
+template <int GROUPS> void warpgroup_mma_across(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* b, int step) {
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  for (int n = 0; n < GROUPS; ++n) {
+    uint16_t right[4];
+    for (int i = 0; i < 4; ++i) memcpy(&right[i], tile_piece(b, 16 * step + i / 2 * 8 + 2 * q + i % 2, 8 * n) + 2 * g, 2);
+    mma_f16(c[n], a[0], a[1], a[2], a[3], right[0] | (uint32_t)right[1] << 16, right[2] | (uint32_t)right[3] << 16);
+  }
+}
+inline void publish_shared() {}
+template <int COUNT> void give_registers() {}
+template <int COUNT> void take_registers() {}
+inline float exp2_near(float value) { return exp2f(value); }
 inline void load_matrices(uint32_t (&out)[4], const void* row) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;

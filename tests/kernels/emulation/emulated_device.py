@@ -122,7 +122,7 @@ class EmulatedDevice:
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
         text = expand(job.source)
         other = "WARP_TILES" if dict(job.defines).get("WARPGROUPS") else "LINEAR_TILES"   # the branch that is not compiled
-        names = [name for name in _KERNEL.findall(text) if name not in ("NAME", "__launch_bounds__")] + [name for macro, name in _MACRO.findall(text) if macro != other]
+        names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in ("NAME", "__launch_bounds__")] + [name for macro, name in _MACRO.findall(text) if macro != other]
         runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
                        f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
         source = f'#include "{SOURCES / (job.source + ".cu")}"\n{runs}'

@@ -1,0 +1,226 @@
+// attend_prefill by warpgroups (compute capability 9.0): two of them with 64 rows each, and one that turns the cache into fp16
+// tiles ahead of them: two of its warps keys, two values. Queries stay in shared memory, what is attended in registers.
+#pragma once
+#include "kv_format.cuh"
+#include "warpgroup.cuh"
+
+constexpr int THREADS = 384, STAGES = 2, DIM_BLOCKS = HEAD_DIM / 64, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
+constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024, FEEDERS = 64;
+constexpr int FEED_REGISTERS = 80, ATTEND_REGISTERS = 208;   // of 512 that three warps share
+static_assert(QUERIES == 128 && (!TURNED_VALUES || HEAD_DIM % BLOCK_DIMS == 0), "two warpgroups of 64 rows");
+
+// Barriers, then queries [2], keys [STAGES], values [STAGES], each a tile.
+struct AttendShared {
+  unsigned char* base;
+  __device__ __forceinline__ uint64_t* barrier(int kind, int stage) const { return reinterpret_cast<uint64_t*>(base) + kind * STAGES + stage; }
+  __device__ __forceinline__ unsigned char* queries(int group) const { return base + ALIGNED + group * TILE; }
+  __device__ __forceinline__ unsigned char* keys(int stage) const { return base + ALIGNED + (2 + stage) * TILE; }
+  __device__ __forceinline__ unsigned char* values(int stage) const { return base + ALIGNED + (2 + STAGES + stage) * TILE; }
+};
+enum { KEYS_FULL = 0, KEYS_FREE = 1, VALUES_FULL = 2, VALUES_FREE = 3 };
+
+// Warps 0 and 1 feed keys, 2 and 3 values.
+template <int CODE>
+__device__ __forceinline__ void feed_tiles(const Attend& p, const AttendShared& shared, int seq, int keys, int offset, bool is_values) {
+  const int thread = threadIdx.x % FEEDERS;
+  int stage = 0, phase = 0;
+#pragma unroll 1
+  for (int start = 0; start < keys; start += KEYS) {
+    const unsigned char* source = kv_block(p, seq, start) + offset;
+    arrival_wait(shared.barrier(is_values ? VALUES_FREE : KEYS_FREE, stage), phase ^ 1);
+    expand_tile<CODE, FEEDERS, 8>(source, start, p.first_position, keys, SwizzledRows{is_values ? shared.values(stage) : shared.keys(stage)}, thread);
+    publish_shared();
+    arrive(shared.barrier(is_values ? VALUES_FULL : KEYS_FULL, stage));
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+}
+
+// Scores of a tile -> shares as fp16 fragments; out and sum are brought to the new maximum.
+__device__ __forceinline__ void soften(float (&score)[KEY_GROUPS][4], const float (&factor)[2], const int (&position)[2], bool is_cut, int start,
+                                       int first_position, float (&top)[2], float (&sum)[2], float (&correction)[2], uint32_t (&a)[KEYS / 16][4]) {
+  const int c = threadIdx.x & 3;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float now = top[i];
+#pragma unroll
+    for (int n = 0; n < KEY_GROUPS; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& s = score[n][2 * i + j];
+        s = __fmul_rn(s, factor[i]);
+        if (is_cut) {
+          const int key = start + n * 8 + 2 * c + j;
+          if (key > position[i] || key < first_position) s = -INFINITY;
+        }
+        now = fmaxf(now, s);
+      }
+    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
+    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
+    const float base = now == -INFINITY ? 0.0f : now;
+    correction[i] = exp2_near(top[i] - base);
+    top[i] = now;
+    float part = 0.0f;
+#pragma unroll
+    for (int n = 0; n < KEY_GROUPS; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& s = score[n][2 * i + j];
+        s = exp2_near(s - base);
+        part = __fadd_rn(part, s);
+      }
+    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 1));
+    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 2));
+    sum[i] = fmaf(sum[i], correction[i], part);
+  }
+#pragma unroll
+  for (int s = 0; s < KEYS / 16; ++s) {
+    a[s][0] = half2_from_floats(score[2 * s][0], score[2 * s][1]), a[s][1] = half2_from_floats(score[2 * s][2], score[2 * s][3]);
+    a[s][2] = half2_from_floats(score[2 * s + 1][0], score[2 * s + 1][1]), a[s][3] = half2_from_floats(score[2 * s + 1][2], score[2 * s + 1][3]);
+  }
+}
+
+__device__ __forceinline__ void weigh_values(float (&out)[DIM_BLOCKS][8][4], const uint32_t (&a)[4], const unsigned char* values, int step) {
+  if constexpr (DIM_BLOCKS == 4) {
+    warpgroup_mma_across(reinterpret_cast<float(&)[32][4]>(out), a, values, step);
+  } else {
+#pragma unroll
+    for (int block = 0; block < DIM_BLOCKS; ++block) warpgroup_mma_across(out[block], a, values + block * BLOCK_OF_64, step);
+  }
+}
+
+// What 16 rows of a warp attended -> out, with the gate.
+__device__ __forceinline__ void put_attended(const Attend& p, float (&out)[DIM_BLOCKS][8][4], const float (&sum)[2], int head, int first, int end,
+                                             float* work) {
+  const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
+#pragma unroll
+  for (int half = 0; half < (TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1); ++half) {
+    constexpr int BLOCKS = TURNED_VALUES ? BLOCK_DIMS / 64 : DIM_BLOCKS;
+    if constexpr (TURNED_VALUES) __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first + g + 8 * i;
+      if (row >= end) continue;
+      const float share = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
+      const float* gate = p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM;
+      float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM;
+#pragma unroll
+      for (int n = 0; n < BLOCKS * 8; ++n) {
+        const int d = n * 8 + 2 * c;
+        const float(&from)[4] = out[half * BLOCKS + n / 8][n % 8];
+        const float low = __fmul_rn(from[2 * i], share), high = __fmul_rn(from[2 * i + 1], share);
+        if constexpr (TURNED_VALUES) {
+          *reinterpret_cast<float2*>(work + (g + 8 * i) * BLOCK_DIMS + d) = make_float2(low, high);
+        } else {
+          const float2 gates = *reinterpret_cast<const float2*>(gate + d);
+          *reinterpret_cast<float2*>(target + d) = make_float2(gated(low, gates.x), gated(high, gates.y));
+        }
+      }
+    }
+    if constexpr (TURNED_VALUES) {
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; i < 16; ++i) {
+        const int row = first + i, d = half * BLOCK_DIMS + 4 * lane;
+        if (row >= end) break;
+        const float4 four = *reinterpret_cast<const float4*>(work + i * BLOCK_DIMS + 4 * lane);
+        float value[4] = {four.x, four.y, four.z, four.w};
+        turn_back(value);
+        const float4 gate = *reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
+        *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) =
+            make_float4(gated(value[0], gate.x), gated(value[1], gate.y), gated(value[2], gate.z), gated(value[3], gate.w));
+      }
+    }
+  }
+}
+
+// A warpgroup's 64 rows.
+__device__ __forceinline__ void attend_group(const Attend& p, const AttendShared& shared, int group, int head, int first, int end, int keys) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane >> 2, thread = threadIdx.x % 128;
+  unsigned char* queries = shared.queries(group);
+  for (int i = thread; i < 64 * (HEAD_DIM / 8); i += 128) {
+    const int r = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8);
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (first + r < end) value = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
+    *SwizzledRows{queries}.at(r, piece * 8) = value;
+  }
+  publish_shared();
+  group_barrier(1 + group, 128);
+  float factor[2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  int position[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + warp * 16 + g + 8 * i;
+    position[i] = row < end ? p.positions[row] : -1;
+    factor[i] = row < end ? __fmul_rn(p.q_factor[(long long)row * NUM_HEADS + head], 1.44269504f) : 0.0f;   // powers of two from here on
+  }
+  const int lowest = first < end ? p.positions[first] : -1, last = first < end ? p.positions[min(first + 63, end - 1)] : -1;
+  float out[DIM_BLOCKS][8][4];
+#pragma unroll
+  for (int n = 0; n < DIM_GROUPS; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
+  int stage = 0, phase = 0;
+#pragma unroll 1
+  for (int start = 0; start < keys; start += KEYS) {
+    arrival_wait(shared.barrier(KEYS_FULL, stage), phase);
+    if (start <= last) {
+      float score[KEY_GROUPS][4], correction[2];
+      uint32_t a[KEYS / 16][4];
+#pragma unroll
+      for (int n = 0; n < KEY_GROUPS; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
+      warpgroup_begin();
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) warpgroup_mma_tiles(score, queries, shared.keys(stage), step);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+      warpgroup_settle(score);
+      if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
+      soften(score, factor, position, start + KEYS - 1 > lowest || start < p.first_position, start, p.first_position, top, sum, correction, a);
+      if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
+#pragma unroll
+        for (int n = 0; n < DIM_GROUPS; ++n) {
+          float(&o)[4] = out[n / 8][n % 8];
+          o[0] *= correction[0], o[1] *= correction[0], o[2] *= correction[1], o[3] *= correction[1];
+        }
+      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
+      warpgroup_begin();
+#pragma unroll
+      for (int step = 0; step < KEYS / 16; ++step) weigh_values(out, a[step], shared.values(stage), step);
+      warpgroup_commit();
+      warpgroup_wait<0>();
+#pragma unroll
+      for (int block = 0; block < DIM_BLOCKS; ++block) warpgroup_settle(out[block]);
+    } else {
+      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
+      if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
+    }
+    if (lane == 0) arrive(shared.barrier(VALUES_FREE, stage));
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+  if constexpr (TURNED_VALUES) group_barrier(1 + group, 128);   // the queries give their place to what was attended
+  put_attended(p, out, sum, head, first + warp * 16, end, reinterpret_cast<float*>(queries + warp * (16 * BLOCK_DIMS * 4)));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
+  SHARED_BYTES(dynamic);
+  const AttendShared shared = {dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED};
+  const int head = blockIdx.y, key_head = head / GROUP;
+  int seq, first, end;
+  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
+  const int keys = p.positions[end - 1] + 1;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      arrival_init(shared.barrier(KEYS_FULL, stage), FEEDERS), arrival_init(shared.barrier(VALUES_FULL, stage), FEEDERS);
+      arrival_init(shared.barrier(KEYS_FREE, stage), 8), arrival_init(shared.barrier(VALUES_FREE, stage), 8);
+    }
+    arrival_publish();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<FEED_REGISTERS>();
+    if (threadIdx.x < FEEDERS) feed_tiles<KEY_CODE>(p, shared, seq, keys, key_head * K_HEAD, false);
+    else feed_tiles<VALUE_CODE>(p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true);
+  } else {
+    take_registers<ATTEND_REGISTERS>();
+    const int group = threadIdx.x / 128 - 1;
+    attend_group(p, shared, group, head, first + 64 * group, end, keys);
+  }
+}
