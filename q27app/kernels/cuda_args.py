@@ -109,8 +109,9 @@ class Checksum(ctypes.Structure):
 
 class DraftNext(ctypes.Structure):
     _fields_ = _fields(
-        p="drawn margins limits tokens positions draw_positions penalty_starts penalty_ids penalty_counts drafts draft_margins",
-        i="step rows",
+        p="drawn margins limits tokens positions draw_positions penalty_starts penalty_ids penalty_counts drafts draft_margins "
+          "frequencies table",
+        i="step rows half",
     )
 
 

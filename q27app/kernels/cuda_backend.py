@@ -333,7 +333,6 @@ class CudaBackend:
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
         self._sampler.draw_drafts(logits)
-        self._turn_rows()
 
     def drafted(self) -> Drafted:
         return self._sampler.drafted()

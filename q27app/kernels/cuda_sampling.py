@@ -123,21 +123,21 @@ class Sampler:
         launch = self._backend.launch
         if kinds.drawn or kinds.penalized or args.masks:
             args.work = self._work
-            launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args, dependent=False)
+            launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args)
         if kinds.penalized:
-            launch("sample", "sample_penalize", (n,), 256, 0, args, dependent=False)
-        launch("sample", "sample_scan", (CHUNKS, n), 256, 0, args, dependent=False)
-        launch("sample", "sample_pick", (n,), CHUNKS, 0, args, dependent=False)
+            launch("sample", "sample_penalize", (n,), 256, 0, args)
+        launch("sample", "sample_scan", (CHUNKS, n), 256, 0, args)
+        launch("sample", "sample_pick", (n,), CHUNKS, 0, args)
         if kinds.summed:
-            launch("sample", "sample_mass", (CHUNKS, n), 256, 0, args, dependent=False)
+            launch("sample", "sample_mass", (CHUNKS, n), 256, 0, args)
         if kinds.cut:
-            launch("sample", "sample_gather", (CHUNKS, n), 256, 0, args, dependent=False)
+            launch("sample", "sample_gather", (CHUNKS, n), 256, 0, args)
         if kinds.drawn:
-            launch("sample", "sample_floor", (n,), 1024, 0, args, dependent=False)
-            launch("sample", "sample_noise", (CHUNKS, n), 256, 0, args, dependent=False)
-            launch("sample", "sample_take", (n,), CHUNKS, 0, args, dependent=False)
+            launch("sample", "sample_floor", (n,), 1024, 0, args)
+            launch("sample", "sample_noise", (CHUNKS, n), 256, 0, args)
+            launch("sample", "sample_take", (n,), CHUNKS, 0, args)
         if (self._num_logprobs >= 0).any():
-            launch("sample", "sample_logprobs", (n,), 1024, 0, args, dependent=False)
+            launch("sample", "sample_logprobs", (n,), 1024, 0, args)
 
     # a chain of drafts
 
@@ -165,25 +165,26 @@ class Sampler:
         area = self._backend.area
         args = cuda_args.Follow(self._out, self.accepted if self._accepted_valid else 0, area.at("tokens"), area.at("positions"),
                                 area.at("row_starts"), area.at("logit_rows"), self._chain.positions, self._chain_rows)
-        self._backend.launch("draft", "follow", (1,), 64, 0, args, dependent=False)
+        self._backend.launch("draft", "follow", (1,), 64, 0, args)
 
     def take_drafts(self, batch: Batch) -> None:
         """The drafts of the last chain into the batch that was put into the area."""
         area = self._backend.area
         args = cuda_args.TakeDrafts(area.at("tokens"), area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
-        self._backend.launch("draft", "take_drafts", (1,), 64, 0, args, dependent=False)
+        self._backend.launch("draft", "take_drafts", (1,), 64, 0, args)
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
         self._check(logits, self._rows)
         if self._step >= MAX_STEPS:
             raise Q27Error(f"a chain of more than {MAX_STEPS} drafts.")
         self._launch(self._chain, logits, self._chain_kinds)
-        area, chain = self._backend.area, self._chain
+        area, chain, scratch = self._backend.area, self._chain, self._backend.scratch
         args = cuda_args.DraftNext(
             self._out, self._out + 4 * self.max_rows, self._chain_limits, area.at("tokens"), area.at("positions"),
             chain.positions, chain.penalty_starts, chain.penalty_ids, chain.penalty_counts, self._drafts,
-            self._drafts + 4 * self._rows * MAX_STEPS, self._step, self._rows)
-        self._backend.launch("draft", "draft_next", (self._rows,), 256, 0, args, dependent=False)
+            self._drafts + 4 * self._rows * MAX_STEPS, scratch.frequencies, scratch.rope, self._step, self._rows,
+            self._backend.state.geometry.rotary_dim // 2)
+        self._backend.launch("draft", "draft_next", (self._rows,), 256, 0, args)
         self._step += 1
 
     def drafted(self) -> Drafted:
@@ -203,7 +204,7 @@ class Sampler:
             return
         args = cuda_args.Accept(self._out, backend.area.at("tokens"), backend.area.at("row_starts"), backend.area.at("logit_rows"),
                                 self.accepted, batch.num_seqs, self._rows)
-        backend.launch("accept", "accept", (1,), 256, 0, args, dependent=False)
+        backend.launch("accept", "accept", (1,), 256, 0, args)
         self._accepted_valid = True
 
     def send(self, num_seqs: int) -> None:

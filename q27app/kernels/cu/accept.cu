@@ -17,6 +17,8 @@ struct Accept {
 };
 
 extern "C" __global__ void __launch_bounds__(256) accept(const __grid_constant__ Accept p) {
+  allow_next();
+  wait_for_earlier();
   for (int seq = threadIdx.x; seq < p.num_seqs; seq += blockDim.x) {
     const int first = p.row_starts[seq], end = p.row_starts[seq + 1];
     int at = 0, taken = 1;

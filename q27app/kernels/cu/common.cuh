@@ -113,3 +113,13 @@ __device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.
 __device__ __forceinline__ float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
 __device__ __forceinline__ float get(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Rotary angles of one row's position into table [rows, half, 2], by a block of `threads`.
+__device__ __forceinline__ void rope_row(int position, const double* frequencies, float* table, int row, int half, int threads) {
+  for (int d = threadIdx.x; d < half; d += threads) {
+    double sine, cosine;
+    sincos((double)position * frequencies[d], &sine, &cosine);
+    float* target = table + ((long long)row * half + d) * 2;
+    target[0] = (float)cosine, target[1] = (float)sine;
+  }
+}

@@ -2,7 +2,7 @@
 // input of a chain. take_drafts: what a chain drew becomes the drafts of a pass.
 // Reference: reference_draft     Used by: Backend.draw_drafts, Backend.begin_ahead, Backend.begin
 // Shapes:    drawn [rows], margins [rows] -> tokens, positions [rows] of the batch, positions of the draws [rows],
-//            penalty lists, drafts [step, rows], draft margins [step, rows]
+//            penalty lists, drafts [step, rows], draft margins [step, rows], rotary angles
 // Layout:    rows contiguous; a penalty list ends in places with id -1, one a step
 // Launch:    draft_next grid (rows), block (256), one block per row; follow, take_drafts grid (1), block (64), a thread per sequence or row
 // Defines:   none     Limits: none
@@ -21,10 +21,14 @@ struct DraftNext {
   int* penalty_counts;
   int* drafts;                // [steps, rows]
   float* draft_margins;       // [steps, rows]
-  int step, rows;
+  const double* frequencies;  // [half]
+  float* table;               // [rows, half, 2] cos, sin of the batch's positions
+  int step, rows, half;
 };
 
 extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_constant__ DraftNext p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ int found, spare;
   const int row = blockIdx.x, token = p.drawn[row];
   if (threadIdx.x == 0) found = spare = 0x7fffffff;
@@ -34,12 +38,15 @@ extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_consta
     if (p.penalty_ids[i] < 0) atomicMin(&spare, i);
   }
   __syncthreads();
+  const bool goes_on = p.step + 1 < p.limits[row];   // else it repeats its place, and nobody looks at what comes of it
+  if (goes_on) rope_row(p.positions[row] + 1, p.frequencies, p.table, row, p.half, 256);
+  __syncthreads();
   if (threadIdx.x != 0) return;
   const int at = found != 0x7fffffff ? found : spare;
   if (at != 0x7fffffff) p.penalty_ids[at] = token, ++p.penalty_counts[at];
   p.drafts[p.step * p.rows + row] = token;
   p.draft_margins[p.step * p.rows + row] = p.margins[row];
-  if (p.step + 1 >= p.limits[row]) return;   // the row has ended: it repeats its place, and nobody looks at what comes of it
+  if (!goes_on) return;
   p.tokens[row] = token;
   ++p.positions[row];
   ++p.draw_positions[row];
@@ -58,6 +65,8 @@ struct Follow {
 
 // The batch of a pass becomes that of a draft step: a row a sequence, its last drawn token where it will stand.
 extern "C" __global__ void __launch_bounds__(64) follow(const __grid_constant__ Follow p) {
+  allow_next();
+  wait_for_earlier();
   const int seq = threadIdx.x;
   int token = 0, position = 0;
   if (seq < p.num_seqs) {
@@ -78,6 +87,8 @@ struct TakeDrafts {
 };
 
 extern "C" __global__ void __launch_bounds__(64) take_drafts(const __grid_constant__ TakeDrafts p) {
+  allow_next();
+  wait_for_earlier();
   const int row = threadIdx.x;
   if (row >= p.rows || p.tokens[row] >= 0) return;
   int seq = 0;

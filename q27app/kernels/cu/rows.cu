@@ -141,12 +141,7 @@ struct Rope {
 extern "C" __global__ void __launch_bounds__(THREADS) rope_angles(const __grid_constant__ Rope p) {
   allow_next();
   wait_for_earlier();
-  for (int d = threadIdx.x; d < p.half; d += THREADS) {
-    double sine, cosine;
-    sincos((double)p.positions[blockIdx.x] * p.frequencies[d], &sine, &cosine);
-    float* target = p.table + ((long long)blockIdx.x * p.half + d) * 2;
-    target[0] = (float)cosine, target[1] = (float)sine;
-  }
+  rope_row(p.positions[blockIdx.x], p.frequencies, p.table, blockIdx.x, p.half, THREADS);
 }
 
 struct Halves {

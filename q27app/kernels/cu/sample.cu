@@ -67,6 +67,8 @@ __device__ __forceinline__ bool allowed(const Sample& p, int row, int id) {
 
 // work = (logit - penalty, masked) / temperature; a greedy row keeps its scale.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   const int row = blockIdx.y;
   const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   const long long base = (long long)row * p.vocab;
@@ -76,6 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid
 
 // grid (n), block (256): the ids that were generated before.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_penalize(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   const int row = blockIdx.x;
   const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   const long long base = (long long)row * p.vocab;
@@ -88,6 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_penalize(const __gr
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ unsigned long long best_of[THREADS / 32];
   __shared__ float top_of[THREADS / 32][2];
   const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -120,6 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
 }
 
 extern "C" __global__ void __launch_bounds__(CHUNKS) sample_pick(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ unsigned long long best_of[CHUNKS / 32];
   __shared__ float top_of[CHUNKS / 32][2];
   const int row = blockIdx.x, at = row * CHUNKS + threadIdx.x;
@@ -218,6 +226,8 @@ __device__ __forceinline__ bool is_bounded(const Sample& p, int row) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sample_mass(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ unsigned long long parts[THREADS / 32];
   const int row = blockIdx.y;
   if (!is_bounded(p, row) || cuts_k(p, row)) return;
@@ -241,6 +251,8 @@ __device__ __forceinline__ unsigned long long mass_of_all(const Sample& p, int r
 
 // The values that the cut may keep, in any order. Ids below the bound of top-p weigh less than 1 - top_p all together.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_gather(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ uint32_t bound;
   const int row = blockIdx.y;
   if (!is_bounded(p, row)) return;
@@ -268,6 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_gather(const __grid
 
 // The lowest key that top-k, top-p and min-p keep, from the gathered values where they are all there, else from all.
 extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_floor(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ DrawShared s;
   __shared__ float list[LIST];
   const int row = blockIdx.x;
@@ -296,6 +310,8 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_floor(const __
 
 // The highest value plus noise of each chunk's kept ids; four ids share a block of random words.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_noise(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ unsigned long long parts[THREADS / 32];
   const int row = blockIdx.y;
   if (!(p.temperature[row] > 0.0f)) return;
@@ -322,6 +338,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_noise(const __grid_
 }
 
 extern "C" __global__ void __launch_bounds__(CHUNKS) sample_take(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ unsigned long long parts[CHUNKS / 32];
   const int row = blockIdx.x;
   if (!(p.temperature[row] > 0.0f)) return;
@@ -336,6 +354,8 @@ extern "C" __global__ void __launch_bounds__(CHUNKS) sample_take(const __grid_co
 
 // log softmax of the raw logits: the drawn id, then the best ids in order.
 extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_logprobs(const __grid_constant__ Sample p) {
+  allow_next();
+  wait_for_earlier();
   __shared__ DrawShared s;
   __shared__ float sums[DRAW_THREADS / 32];
   const int row = blockIdx.x, wanted = p.num_logprobs[row];
