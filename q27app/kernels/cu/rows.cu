@@ -160,49 +160,80 @@ __device__ __forceinline__ float halved(const Halves& p, float value) {
   return p.remainder ? __fmul_rn(__fsub_rn(value, half_to_float(half_from_float(value))), 2048.0f) : value;
 }
 
-// Column of the even position of a unit, in the order of the fragments: a pair of columns stays a pair.
-__device__ __forceinline__ int fragment_column(int position) {
-  return (position / 2 & 3) * 16 + (position >> 5) * 8 + (position >> 4 & 1) * 4 + (position >> 3 & 1) * 2;
-}
-
-// Prefill: (norm,) scale per row, fp16.
-extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
-  __shared__ float shared[THREADS / 32];
-  const int row = blockIdx.x, source = p.row_map ? p.row_map[row] : row;
-  const float* x = p.x + (long long)source * p.x_stride;
-  const float rms = p.norm ? block_rms(x, p.width, p.eps, shared) : 1.0f;
-  float largest = 0.0f;
-  for (int k = threadIdx.x; k < p.width; k += THREADS)
-    largest = fmaxf(largest, fabsf(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k]));
-  largest = warp_max(largest);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = largest;
-  __syncthreads();
-  for (int w = 0; w < THREADS / 32; ++w) largest = fmaxf(largest, shared[w]);
-  float inverse;
-  const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(largest, rms), inverse));
-  if (threadIdx.x == 0) p.inverse[row] = p.remainder ? __fmul_rn(inverse, 1.0f / 2048.0f) : inverse;
-  if (p.blocked) {
-    for (int piece = threadIdx.x; piece < p.padded / 8; piece += THREADS) {
-      const int unit = piece / 8, place = (row / 64 * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;
-      uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float two[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int k = unit * UNIT_COLS + fragment_column(piece % 8 * 8 + 2 * i) + e;
-          two[e] = k < p.width ? halved(p, __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor)) : 0.0f;
-        }
-        pairs[i] = half2_from_floats(two[0], two[1]);
-      }
-      reinterpret_cast<uint4*>(p.out + (long long)place * UNIT_COLS)[piece % 8 ^ row % 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
+// Four neighbouring columns of a row as fp16 to their place. In blocks, columns 16 q + 4 s .. + 3 of a unit are halves 2 q, 2 q + 1
+// of pieces 4 (s / 2) + 2 (s % 2) and the next: lanes 4 apart swap, so that each writes 8 bytes of one piece. All lanes of a warp.
+__device__ __forceinline__ void put_halves(const Halves& p, int row, int four, const float4& value) {
+  uint32_t low = half2_from_floats(value.x, value.y), high = half2_from_floats(value.z, value.w);
+  if (!p.blocked) {
+    if (4 * four < p.padded) *reinterpret_cast<uint2*>(p.out + (long long)row * p.padded + 4 * four) = make_uint2(low, high);
     return;
   }
-  uint16_t* out = p.out + (long long)row * p.padded;
-  for (int k = threadIdx.x; k < p.padded; k += THREADS)
-    out[k] = k < p.width ? half_from_float(halved(p, __fmul_rn(p.norm ? __fmul_rn(x[k], p.norm[k]) : x[k], factor))) : 0;
+  const int unit = four / 16, q = four / 4 % 4, s = four % 4, odd = q & 1, piece = s / 2 * 4 + s % 2 * 2 + odd;
+  const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? low : high, 4);
+  const long long place = ((long long)(row / 64) * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;
+  if (4 * four < p.padded)
+    *reinterpret_cast<uint2*>(p.out + place * UNIT_COLS + (piece ^ row % 8) * 8 + (q & 2) * 2) = odd ? make_uint2(other, high) : make_uint2(low, other);
+}
+
+__device__ __forceinline__ float block_most(float value, float* shared) {
+  value = warp_max(value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int w = 0; w < THREADS / 32; ++w) value = fmaxf(value, shared[w]);
+  return value;
+}
+
+// Prefill: (norm,) scale per row, fp16. A row is read once and kept in registers, the part past HELD fours is read again.
+extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
+  __shared__ float shared[THREADS / 32];
+  constexpr int HELD = 20;
+  const int row = blockIdx.x, source = p.row_map ? p.row_map[row] : row, fours = p.width / 4;
+  const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
+  const float4* norm = reinterpret_cast<const float4*>(p.norm);
+  float4 held[HELD];
+  float squares = 0.0f, largest = 0.0f;
+  const auto weighed = [&](int four, float4 value) {
+    squares = fmaf(value.x, value.x, fmaf(value.y, value.y, fmaf(value.z, value.z, fmaf(value.w, value.w, squares))));
+    if (norm) {
+      const float4 n = norm[four];
+      value = make_float4(__fmul_rn(value.x, n.x), __fmul_rn(value.y, n.y), __fmul_rn(value.z, n.z), __fmul_rn(value.w, n.w));
+    }
+    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w))));
+    return value;
+  };
+#pragma unroll
+  for (int i = 0; i < HELD; ++i) {
+    const int four = threadIdx.x + i * THREADS;
+    held[i] = four < fours ? x[four] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < HELD; ++i)
+    if (threadIdx.x + i * THREADS < fours) held[i] = weighed(threadIdx.x + i * THREADS, held[i]);
+  for (int four = threadIdx.x + HELD * THREADS; four < fours; four += THREADS) weighed(four, x[four]);
+  float rms = 1.0f;
+  if (norm) {
+    const float sum = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = sum;
+    __syncthreads();
+    float total = 0.0f;
+    for (int w = 0; w < THREADS / 32; ++w) total = __fadd_rn(total, shared[w]);
+    rms = rsqrtf(total / (float)p.width + p.eps);
+  }
+  largest = block_most(largest, shared);
+  float inverse;
+  const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(largest, rms), inverse));
+  if (threadIdx.x == 0) p.inverse[row] = inverse;
+  const auto scaled = [&](const float4& v) {
+    return make_float4(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor), __fmul_rn(v.z, factor), __fmul_rn(v.w, factor));
+  };
+#pragma unroll
+  for (int i = 0; i < HELD; ++i)
+    if (i * THREADS < p.padded / 4) put_halves(p, row, threadIdx.x + i * THREADS, scaled(held[i]));
+  for (int base = HELD * THREADS; base < p.padded / 4; base += THREADS) {
+    const int four = base + threadIdx.x;
+    put_halves(p, row, four, four < fours ? scaled(weighed(four, x[four])) : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  }
 }
 
 struct SiluMul {
