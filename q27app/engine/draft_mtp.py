@@ -10,6 +10,8 @@ A chain ends at its limit, at an end-of-text token, or where the draft's margin 
 MIN_MARGIN: what follows a token that is probably wrong is wasted. Where steps are queued on a device their end is known
 only afterwards; a sequence whose guide restricts the next token is drafted a step at a time, because only the host knows
 what it allows then.
+
+`start_ahead` queues a whole chain behind a pass that has not been looked at (see `drafts`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@
                                                                          occurrence of the chain's own end, from 4 tokens on
     3. else                                                              nothing
 
+Where a device computes while the host looks on, the chain of the next pass is queued right behind the pass whose result it begins
+with, and the pass behind it takes its drafts without anybody having seen them: the device never waits for the host. Such chains
+are as long as their depth whatever their margins, and stop at nothing; they are dropped if the text turns out to repeat or to end.
+
 Depths come from `depth`: acceptance is measured for each sequence and source, prices for the engine. Nothing here changes a
 text; see `cut` for what does.
 """
@@ -76,6 +80,8 @@ class Drafts:
         """Shortest repeat that is continued without the draft layer."""
         self.runs_ahead = runs_ahead
         self._flight: Flight | None = None
+        self.num_begun = self.num_landed = 0
+        """Chains begun ahead, one for all sequences of a pass, and those whose drafts a pass took."""
         self._landed_steps, self._passed_at = 0, 0.0
         """Draft steps that ran ahead of the pass under way; when the pass before it ended."""
         self.counts = {source: SourceCount() for source in SOURCES}
@@ -98,6 +104,7 @@ class Drafts:
         if flight is not None and all(self._follows(flight, sequence, limit)
                                       for sequence, limit in zip(sequences, limits, strict=True)):
             self._landed_steps = max(flight.depths)
+            self.num_landed += 1
             return [self._landed(flight, sequence) for sequence in sequences]
         together = len(sequences)
         drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
@@ -126,6 +133,7 @@ class Drafts:
         if steps and all(sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
             self._mtp.start_ahead(sequences, steps)
             self._flight = Flight(list(sequences), depths)
+            self.num_begun += 1
 
     def _follows(self, flight: Flight, sequence: Sequence, limit: int) -> bool:
         row = flight.row(sequence)
@@ -202,7 +210,8 @@ class Drafts:
             source: {"drafted": _trimmed(count.drafted), "accepted": _trimmed(count.accepted)}
             for source, count in self.counts.items()
         }
-        return {"cap": self._cap, "sources": by_source, "prices": self._prices.to_dict()}
+        return {"cap": self._cap, "sources": by_source, "prices": self._prices.to_dict(),
+                "ahead": {"begun": self.num_begun, "taken": self.num_landed}}
 
 
 def _trimmed(values: list[int]) -> list[int]:
