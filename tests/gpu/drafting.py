@@ -70,6 +70,13 @@ class Table:
         self._count = 0
         self.start()
 
+    def warm(self) -> str:
+        """Record every usual shape."""
+        started, work = time.perf_counter(), self.loaded.warm_up
+        while work is not None and work.has_work:
+            work.step()
+        return f"{time.perf_counter() - started:.1f} s"
+
     def start(self, drafter: Drafts | None = None) -> None:
         """drafter: None = no drafts."""
         self.loaded.drafter = drafter
@@ -323,6 +330,7 @@ def alone() -> None:
     """What one stream gets: prices of rows and draft steps, then speeds, then where a step's time goes."""
     table = Table(models() / "q4s.q27", kv_format="fp8", context=CONTEXT, slots=1, cache=False)
     line("27B opened", f"{table.seconds:.1f} s")
+    attempt("warmed up", table.warm)
     for part in (widths, speeds, hosts):
         attempt(part.__name__, lambda part=part: part(table) or "done")
     table.close()
