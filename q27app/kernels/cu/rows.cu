@@ -223,9 +223,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
   largest = block_most(largest, shared);
   float inverse;
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(largest, rms), inverse));
-  if (threadIdx.x == 0) p.inverse[row] = inverse;
+  if (threadIdx.x == 0) p.inverse[row] = p.remainder ? __fmul_rn(inverse, 1.0f / 2048.0f) : inverse;
   const auto scaled = [&](const float4& v) {
-    return make_float4(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor), __fmul_rn(v.z, factor), __fmul_rn(v.w, factor));
+    return make_float4(halved(p, __fmul_rn(v.x, factor)), halved(p, __fmul_rn(v.y, factor)), halved(p, __fmul_rn(v.z, factor)),
+                       halved(p, __fmul_rn(v.w, factor)));
   };
 #pragma unroll
   for (int i = 0; i < HELD; ++i)
