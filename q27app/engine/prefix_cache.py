@@ -44,8 +44,13 @@ class PrefixCache(Protocol):
         """Multiples of 64 at which a prefill chunk shall end, because a snapshot is wanted there."""
         ...
 
+    def lend(self, sequence: Sequence, positions: Seq[int]) -> list[tuple[int, int]]:
+        """(position, slot) of as many of these stops of the sequence, from the first on, as there are slots of snapshots for: the
+        pass that is made puts the states there, and no chunk has to end. `computed` or `ended` follows."""
+        ...
+
     def computed(self, sequence: Sequence) -> None:
-        """A prefill chunk of this sequence has ended at `num_computed`: the time to take a snapshot."""
+        """A prefill chunk of this sequence has ended at `num_computed`: the time to take a snapshot. What was lent holds one."""
         ...
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -19,7 +19,7 @@ from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.scheduler import Drawn, Part, Work
 from q27app.engine.sequence import Sequence
 from q27app.kernels.backend import Backend, Buffer, State
-from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Sampled
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Keep, Sampled
 
 
 GoAhead = Callable[[list[Sequence], list[int]], None]
@@ -132,6 +132,7 @@ def make_batch(work: Work, logit_rows: list[int]) -> Batch:
         block_tables=tables,
         logit_rows=np.array(logit_rows, np.int32),
         deferred=work.is_deferred,
+        keeps=tuple(Keep(index, position - part.start, slot) for index, part in enumerate(parts) for position, slot in part.keeps),
     )
 
 

@@ -2,8 +2,8 @@
 
     waiting     in order of arrival; the first is admitted when a slot and the blocks for its prompt and its whole answer
                 are free, so an admitted sequence never runs out of memory
-    prefilling  take turns, a chunk each. A chunk ends at a multiple of 64 when it is full, at a stop that the prefix cache asks
-                for, or with the prompt
+    prefilling  in order of arrival, as many as a pass holds; who has had a whole chunk goes behind the others. A part ends at a
+                multiple of 64, with the prompt, or at a stop where the prefix cache wants the state and has no slot to lend
     running     a round gives each of them one pass; up to 16 rows go through one pass. Between two chunks of prefill lies
                 a whole round, so a running stream waits for at most one chunk, which is then short enough (`pace`)
 
@@ -41,7 +41,8 @@ READ_WAIT_S = 0.02
 class Part:
     """One sequence's rows of a pass: `tokens` at positions start, start + 1, ...; the last num_drafts are drafts.
 
-    draws: tokens are drawn after the last known row and after each draft. masks: one a drawn row, or None."""
+    draws: tokens are drawn after the last known row and after each draft. masks: one a drawn row, or None. keeps: prefill,
+    (position, slot) of states on the way that are to be kept."""
 
     sequence: Sequence
     start: int
@@ -49,6 +50,7 @@ class Part:
     num_drafts: int = 0
     draws: bool = True
     masks: list[np.ndarray | None] | None = None
+    keeps: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,31 +194,40 @@ class Scheduler:
         return None
 
     def _prefill_work(self) -> Work:
-        """The first one's next chunk, and the chunks of others that fit beside it whole."""
+        """The first one's next chunk, and of others what fits beside it."""
         parts: list[Part] = []
         is_short = self.running or any(sequence.request.is_background for sequence in self.prefilling)
         size = self.pace.chunk(self.prefill_chunk) if is_short else self.prefill_chunk
         room = size
         for sequence in list(self.prefilling):
-            start, stop = sequence.num_computed, self._chunk_end(sequence, size)
-            is_alone = sequence.request.prompt_logits
-            if stop - start > room or (parts and is_alone) or len(parts) == MAX_DECODE_ROWS:
+            is_alone, start = sequence.request.prompt_logits, sequence.num_computed
+            stop = self._chunk_end(sequence, BLOCK_POSITIONS if is_alone else min(size, room))
+            if stop <= start or (parts and is_alone) or len(parts) == MAX_DECODE_ROWS:
                 break
-            room = 0 if is_alone else room - (stop - start)
-            draws = stop == sequence.num_prompt and sequence.limit > 0
-            part = Part(sequence, start, sequence.tokens[start:stop], draws=draws)
-            if draws:
-                part.masks = self._masks(sequence, [])
+            part = self._prefill_part(sequence, stop)
             if not sequence.is_finished:
                 parts.append(part)
+                room -= size if is_alone else len(part.tokens)
+            if part.tokens and len(part.tokens) == size:
                 self.prefilling.rotate(-1)
         return Work("prefill", parts)
 
-    def _chunk_end(self, sequence: Sequence, size: int) -> int:
+    @staticmethod
+    def _chunk_end(sequence: Sequence, size: int) -> int:
         start, prompt = sequence.num_computed, sequence.num_prompt
-        size = BLOCK_POSITIONS if sequence.request.prompt_logits else size
-        end = min(prompt, start // BLOCK_POSITIONS * BLOCK_POSITIONS + size)
-        return min([end, *(stop for stop in sequence.stops if start < stop)])
+        return prompt if prompt - start <= size else (start + size) // BLOCK_POSITIONS * BLOCK_POSITIONS
+
+    def _prefill_part(self, sequence: Sequence, stop: int) -> Part:
+        start, keeps = sequence.num_computed, []
+        inner = [position for position in sequence.stops if start < position < stop]
+        if inner and self.prefix_cache is not None:
+            keeps = self.prefix_cache.lend(sequence, inner)
+            stop = stop if len(keeps) == len(inner) else inner[len(keeps)]
+        draws = stop == sequence.num_prompt and sequence.limit > 0
+        part = Part(sequence, start, sequence.tokens[start:stop], draws=draws, keeps=keeps)
+        if draws:
+            part.masks = self._masks(sequence, [])
+        return part
 
     def _decode_work(self) -> Work:
         """Up to 16 rows of the sequences that the round has not served yet."""

@@ -67,6 +67,7 @@ class SnapshotCache:
         self._reading: tuple[Request, DiskEntry, Future] | None = None
         self._export: Export | None = None
         self._reuse: dict[str, Reuse] = {}
+        self._lent: dict[Sequence, list[tuple[int, int]]] = {}
         self._to_disk: deque[Snapshot] = deque(maxlen=8)
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
@@ -148,32 +149,48 @@ class SnapshotCache:
 
     # what it is told
 
+    def lend(self, sequence: Sequence, positions: Seq[int]) -> list[tuple[int, int]]:
+        lent: list[tuple[int, int]] = []
+        for position in positions:
+            slot = self.store.lend()
+            if slot is None:
+                break
+            lent.append((position, slot))
+        self._lent[sequence] = lent
+        return lent
+
     def computed(self, sequence: Sequence) -> None:
         request, length = sequence.request, sequence.num_computed
+        for position, slot in self._lent.pop(sequence, ()):
+            self._keep(sequence, self._marks(request).get(position, "ring"), position, slot)
         sequence.reuse = self._reuse.pop(request.id, sequence.reuse)
         self._num_settled += request.is_background
         if length in sequence.stops:
-            self._keep(sequence, self._marks(request).get(length, "ring"))
+            self._keep(sequence, self._marks(request).get(length, "ring"), length)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A prefill that was cancelled between two passes leaves what it computed."""
         request = sequence.request
         sequence.reuse = self._reuse.pop(request.id, sequence.reuse)
+        for _, slot in self._lent.pop(sequence, ()):
+            self.store.give_back(slot)
         if not request.cache:
             return
         if sequence.status is Status.PREFILLING and reason is FinishReason.CANCELLED:
-            self._keep(sequence, "partial")
+            self._keep(sequence, "partial", sequence.num_computed)
         if not request.is_background and sequence.num_computed >= sequence.num_prompt:
             self._recent.append((np.array(sequence.tokens, np.int32), request.system_len))
 
-    def _keep(self, sequence: Sequence, kind: str) -> None:
-        length = sequence.num_computed
-        if length % BLOCK_POSITIONS or not 0 < length <= sequence.num_prompt or length <= sequence.num_cached:
-            return
+    def _keep(self, sequence: Sequence, kind: str, length: int, lent: int | None = None) -> None:
+        """The state after `length` tokens, which is the sequence's own or lies in a lent slot."""
+        is_usable = not length % BLOCK_POSITIONS and 0 < length <= sequence.num_prompt and length > sequence.num_cached
         tokens = np.array(sequence.tokens[:length], np.int32)
-        if self.store.at(tokens) is not None:
+        if not is_usable or self.store.at(tokens) is not None:
+            if lent is not None:
+                self.store.give_back(lent)
             return
-        kept = self.store.take(tokens, sequence.blocks[:length // BLOCK_POSITIONS], sequence.slot, kind)
+        blocks = sequence.blocks[:length // BLOCK_POSITIONS]
+        kept = self.store.take(tokens, blocks, sequence.slot, kind) if lent is None else self.store.take_lent(tokens, blocks, lent, kind)
         if kept is not None and self._disk is not None and kind in WANTED_BY_DISK:
             self._to_disk.append(kept)
 

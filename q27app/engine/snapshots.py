@@ -95,6 +95,20 @@ class SnapshotStore:
         self._blocks.share(kept.blocks)
         return self._keep(kept)
 
+    def lend(self) -> int | None:
+        """A device slot for a state that is about to be computed: `take_lent` or `give_back` follows. None if there is none."""
+        if not self._free_slots:
+            self._demote()
+        return self._free_slots.pop() if self._free_slots else None
+
+    def give_back(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def take_lent(self, tokens: np.ndarray, blocks: np.ndarray, slot: int, kind: str) -> Snapshot:
+        """Keep the state that a pass has put into a lent slot."""
+        self._blocks.share(blocks)
+        return self._keep(Snapshot(tokens, blocks.copy(), kind, slot))
+
     def adopt(self, tokens: np.ndarray, blocks: np.ndarray, data: np.ndarray, kind: str) -> Snapshot | None:
         """Keep a state that was read from elsewhere. blocks: in use already; the snapshot becomes their owner."""
         return self._keep(Snapshot(tokens, blocks, kind, data=data)) if self._host_room() else None

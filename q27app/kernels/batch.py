@@ -21,6 +21,20 @@ def in_flight(row: int) -> int:
     return -1 - row
 
 
+MAX_KEEPS = 64
+"""Most states that a prefill pass keeps on its way."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Slot `slot` gets the state that sequence `seq` of a prefill pass has after its first `rows` rows, at least 16, the last
+    of them at a position 64 n - 1. The slot belongs to no sequence of the pass."""
+
+    seq: int
+    rows: int
+    slot: int
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of one or several sequences, grouped by sequence, positions ascending and contiguous in each.
@@ -36,6 +50,7 @@ class Batch:
     logit_rows   int32 [n]        rows whose logits are wanted, ascending
     deferred     True: the recurrent state is read but not written, and what `commit` needs is recorded (verify);
                  False: it is advanced in place (prefill, plain decode)
+    keeps        prefill: states on the way that are copied into other slots
     """
 
     phase: Phase
@@ -46,6 +61,7 @@ class Batch:
     block_tables: np.ndarray
     logit_rows: np.ndarray
     deferred: bool = False
+    keeps: tuple[Keep, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -64,7 +64,7 @@ class FinalNorm(ctypes.Structure):
 
 
 class Hidden(ctypes.Structure):
-    _fields_ = _fields(p="final_rows out slots row_starts slot_ids accepted", l="slot_bytes offset", i="num_seqs width")
+    _fields_ = _fields(p="final_rows out slots row_starts slot_ids accepted keeps", l="slot_bytes offset", i="num_seqs width")
 
 
 class Rope(ctypes.Structure):
@@ -89,8 +89,8 @@ class Attend(ctypes.Structure):
 class Delta(ctypes.Structure):
     _fields_ = _fields(
         p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates",
-        l="slot_bytes state_offset window_offset state_stride window_stride record_stride", p2="layer_weights",
-        i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred", f="eps",
+        l="slot_bytes state_offset window_offset state_stride window_stride record_stride", p2="layer_weights keeps",
+        i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred num_keeps", f="eps",
     )
 
 

@@ -280,6 +280,8 @@ class CudaBackend:
             self._final = final
         else:
             self.launch("rows", "keep_hidden", (self.batch.num_seqs,), 256, 0, args)
+            if self.batch.keeps:
+                self.launch("rows", "keep_states", (len(self.batch.keeps),), 256, 0, args)
 
     def slot_hidden(self, hidden: CudaBuffer) -> None:
         self.launch("rows", "slot_hidden", (hidden.shape[0],), 256, 0, self._hidden_args(None, hidden))
@@ -287,7 +289,7 @@ class CudaBackend:
     def _hidden_args(self, final: CudaBuffer | None, hidden: CudaBuffer | None) -> cuda_args.Hidden:
         state = self.state
         return cuda_args.Hidden(final.address if final else 0, hidden.address if hidden else 0, state.slots, self.area.at("row_starts"),
-                                self.area.at("slots"), 0, state.slot_bytes, state.hidden_offset, self.batch.num_seqs,
+                                self.area.at("slots"), 0, self.area.at("keeps"), state.slot_bytes, state.hidden_offset, self.batch.num_seqs,
                                 state.geometry.hidden_size)
 
     def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, hidden: CudaBuffer,

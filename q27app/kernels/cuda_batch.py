@@ -1,6 +1,6 @@
 """The arrays of a pass on the device, at fixed addresses: a recorded pass reads whatever the last `put` left there.
 
-    tokens, positions, logit_rows int32 [max_rows]; row_starts int32 [max_seqs + 1]; slots int32 [max_seqs];
+    tokens, positions, logit_rows int32 [max_rows]; row_starts int32 [max_seqs + 1]; slots int32 [max_seqs]; keeps int32 [MAX_KEEPS, 3];
     block_tables int32 [max_seqs, table_stride]
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from q27app.errors import Q27Error
-from q27app.kernels.batch import Batch
+from q27app.kernels.batch import MAX_KEEPS, Batch
 from q27app.kernels.launch import Device
 
 
 def _places(max_rows: int, max_seqs: int, table_stride: int) -> tuple[dict[str, int], int]:
     """Word at which each field begins, and words in all."""
     sizes = {"tokens": max_rows, "positions": max_rows, "logit_rows": max_rows, "row_starts": max_seqs + 1,
-             "slots": max_seqs, "tables": max_seqs * table_stride}
+             "slots": max_seqs, "keeps": 3 * MAX_KEEPS, "tables": max_seqs * table_stride}
     at, end = {}, 0
     for name, size in sizes.items():
         at[name] = end
@@ -56,6 +56,9 @@ class BatchArea:
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
                              ("row_starts", batch.row_starts), ("slots", batch.slots)):
             self._host[self._at[name]:self._at[name] + len(values)] = values
+        if batch.keeps:
+            keeps = np.array([(keep.seq, keep.rows, keep.slot) for keep in batch.keeps], np.int32).reshape(-1)
+            self._host[self._at["keeps"]:self._at["keeps"] + len(keeps)] = keeps
         tables = self._host[self._at["tables"]:].reshape(-1)[:self.max_seqs * self.table_stride]
         tables = tables.reshape(self.max_seqs, self.table_stride)
         tables[:batch.num_seqs, :width] = np.maximum(batch.block_tables, 0)

@@ -45,9 +45,11 @@ class Mixers:
         threads, grid = delta_threads(defines), (heads * defines["SLICES"], batch.num_seqs)
         if backend.is_prefill:
             args.channels, args.gates = backend.scratch.channels(batch.num_rows)
+            args.keeps, args.num_keeps = backend.area.at("keeps"), len(batch.keeps)
             backend.launch("delta_chunk", "delta_inputs", (batch.num_rows,), 256, 0, args, dependent=False)
             backend.launch("delta_chunk", "delta_chunk", grid, threads, 0, args, dependent=False)
-            backend.launch("delta_chunk", "delta_outputs", (batch.num_rows + batch.num_seqs,), 256, 0, args, dependent=False)
+            items = batch.num_rows + batch.num_seqs + len(batch.keeps)
+            backend.launch("delta_chunk", "delta_outputs", (items,), 256, 0, args, dependent=False)
             return
         if int(np.diff(batch.row_starts).max()) > MAX_DECODE_ROWS:
             raise Q27Error(f"a sequence has more than {MAX_DECODE_ROWS} rows in a {batch.phase} pass.")

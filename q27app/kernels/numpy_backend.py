@@ -21,11 +21,10 @@ from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.blas_threads import leave_a_core, use_threads
 from q27app.kernels.graph import Rerun
 from q27app.kernels.numpy_attention import attend_pass
-from q27app.kernels.numpy_delta import delta_block
+from q27app.kernels.numpy_delta import delta_tiles
 from q27app.kernels.numpy_linear import multiply, multiply_rows
-from q27app.kernels.numpy_pass import TILE, Pass, begin_pass
+from q27app.kernels.numpy_pass import Pass, begin_pass
 from q27app.kernels.numpy_state import DeferredRows, NumpyState
-from q27app.kernels.numpy_workers import share
 from q27app.kernels.reference_draft import DraftChain, chain_ahead, followed, with_drafts
 from q27app.kernels.reference_sample import count_accepted, sample_rows
 
@@ -198,11 +197,17 @@ class NumpyBackend:
             state = work.state.delta[slot, layer.delta_index]
             if work.batch.deferred:
                 window, state = window.copy(), state.copy()
+            keeps = {keep.rows: keep.slot for keep in work.batch.keeps if keep.seq == seq}
+            for count, target in keeps.items():
+                history = np.concatenate([window, u[span][:count]])
+                work.state.conv[target, layer.delta_index] = history[len(history) - len(window):]
             inputs = _advance_window(window, u[span], beta_in[span], alpha_in[span], layer, geometry)
             if work.tiles is None:
                 _delta_rows(state, inputs, outputs[span])
             else:
-                self._delta_tiles(seq, state, span.start, inputs, outputs)
+                kept = {count: work.state.delta[target, layer.delta_index] for count, target in keeps.items()}
+                tiles = [tile for tile in work.tiles if tile.seq == seq]
+                delta_tiles(tiles, state, span.start, inputs, outputs, kept)
         o.array[...] = reference.gated_norm(outputs, layer.out_norm.array, z, geometry.norm_eps).reshape(rows, width)
 
     def add_linear(self, weight: NumpyWeight, h: NumpyBuffer, x: NumpyBuffer) -> None:
@@ -232,6 +237,8 @@ class NumpyBackend:
             hidden.array[span.start] = work.state.hidden[slot]
             if not work.batch.deferred:
                 work.state.hidden[slot] = final.array[span.stop - 1]
+        for keep in work.batch.keeps:
+            work.state.hidden[keep.slot] = final.array[int(work.batch.row_starts[keep.seq]) + keep.rows - 1]
         if work.batch.deferred:
             assert work.state.deferred is not None
             work.state.deferred.final = final.array.copy()
@@ -351,32 +358,6 @@ class NumpyBackend:
         _expect(y, rows, width)
         if norm.shape != (weight.shape[1],):
             raise Q27Error(f"norm {norm.name} is {list(norm.shape)}, expected [{weight.shape[1]}].")
-
-    def _delta_tiles(self, seq: int, state: np.ndarray, start: int, inputs, outputs: np.ndarray) -> None:
-        """Whole blocks; outputs [rows of the batch, Nv, Dv], inputs of sequence `seq` whose rows begin at `start`.
-
-        A key head and the value heads that read it, i with i % Nk the key head, depend on no other."""
-        q, k, v, beta, g = inputs
-        key_heads = k.shape[1]
-        tiles = [tile for tile in self._work.tiles or () if tile.seq == seq]
-
-        def run(head: int) -> None:
-            mine = slice(head, None, key_heads)
-            parts = (q[:, head:head + 1], k[:, head:head + 1], v[:, mine], beta[:, mine], g[:, mine])
-            for tile in tiles:
-                placed = [_place(part[tile.start - start:tile.stop - start], tile.first) for part in parts]
-                outputs[tile.rows, mine] = delta_block(state[mine], *placed)[tile.places]
-
-        share(run, key_heads)
-
-
-def _place(part: np.ndarray, first: int) -> np.ndarray:
-    """The rows at their places in a block of 64, zeros elsewhere."""
-    if len(part) == TILE:
-        return part
-    out = np.zeros((TILE, *part.shape[1:]), np.float32)
-    out[first:first + len(part)] = part
-    return out
 
 
 def _advance_window(window: np.ndarray, u, beta_in, alpha_in, layer: Any, geometry: LayerGeometry):

@@ -13,9 +13,16 @@ only fall, so it is at most 0. Places without a row hold zeros (g = 0, beta = 0)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.numpy_workers import share
+
+if TYPE_CHECKING:
+    from q27app.kernels.numpy_pass import Tile
 
 PIECE = 16
 _PIECES = BLOCK_POSITIONS // PIECE
@@ -50,6 +57,35 @@ def delta_block(state: np.ndarray, q, k, v, beta, g) -> np.ndarray:
     fading = (to_end * corrections).reshape(*grouped, BLOCK_POSITIONS, value_dim)
     state += np.matmul(keys.transpose(0, 2, 1), fading).reshape(state.shape)
     return out.transpose(1, 0, 2)
+
+
+def delta_tiles(tiles: Sequence[Tile], state: np.ndarray, start: int, inputs, outputs: np.ndarray, kept: dict[int, np.ndarray]) -> None:
+    """Whole blocks of one sequence; outputs [rows of the batch, Nv, Dv], inputs of its rows, which begin at `start`. kept: number
+    of rows -> where the state after them goes.
+
+    A key head and the value heads that read it, i with i % Nk the key head, depend on no other."""
+    q, k, v, beta, g = inputs
+    key_heads = k.shape[1]
+
+    def run(head: int) -> None:
+        mine = slice(head, None, key_heads)
+        parts = (q[:, head:head + 1], k[:, head:head + 1], v[:, mine], beta[:, mine], g[:, mine])
+        for tile in tiles:
+            placed = [_place(part[tile.start - start:tile.stop - start], tile.first) for part in parts]
+            outputs[tile.rows, mine] = delta_block(state[mine], *placed)[tile.places]
+            if tile.stop - start in kept:
+                kept[tile.stop - start][mine] = state[mine]
+
+    share(run, key_heads)
+
+
+def _place(part: np.ndarray, first: int) -> np.ndarray:
+    """The rows at their places in a block of 64, zeros elsewhere."""
+    if len(part) == BLOCK_POSITIONS:
+        return part
+    out = np.zeros((BLOCK_POSITIONS, *part.shape[1:]), np.float32)
+    out[first:first + len(part)] = part
+    return out
 
 
 def solve_unit_lower(strict: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from q27app.errors import Q27Error
-from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Batch
+from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, MAX_KEEPS, Batch
 from q27app.kernels.numpy_state import NumpyState, Pages
 from q27app.kernels.reference import rope_table
 
@@ -133,10 +133,20 @@ def check_batch(batch: Batch, state: NumpyState) -> None:
     if batch.phase != "prefill":
         _require((lengths <= MAX_DECODE_ROWS).all(),
                  f"{int(lengths.max())} rows of one sequence in phase {batch.phase}, at most {MAX_DECODE_ROWS} are allowed")
+    _check_keeps(batch, state, lengths, first)
     if batch.deferred:
         _require(batch.phase in ("decode", "verify"), f"phase {batch.phase} cannot be deferred")
         _require(rows <= state.max_record_rows,
                  f"{rows} deferred rows, the state records at most {state.max_record_rows}")
+
+
+def _check_keeps(batch: Batch, state: NumpyState, lengths: np.ndarray, first: np.ndarray) -> None:
+    used = [*np.asarray(batch.slots).tolist(), *(keep.slot for keep in batch.keeps)]
+    _require(not batch.keeps or batch.phase == "prefill" and len(batch.keeps) <= MAX_KEEPS and len(set(used)) == len(used),
+             f"{len(batch.keeps)} keeps in a {batch.phase} pass, expected at most {MAX_KEEPS} in a prefill, into slots of their own")
+    for keep in batch.keeps:
+        _require(0 <= keep.seq < batch.num_seqs and 0 <= keep.slot < state.num_slots and 16 <= keep.rows <= lengths[keep.seq]
+                 and (first[keep.seq] + keep.rows) % BLOCK_POSITIONS == 0, f"a keep, {keep}, does not fit the pass")
 
 
 def _require(condition: bool, message: str) -> None:

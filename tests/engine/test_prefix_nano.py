@@ -22,9 +22,10 @@ def dense(tmp_path_factory):
     return synthesize(tmp_path_factory.mktemp("dense") / "dense.q27", wiring="dense")
 
 
-def desk_of(path, cache=True, states=40, folder=None, slots=2, context=320, draft="auto", kv="auto") -> Desk:
-    config = EngineConfig(path, "numpy", context=context, slots=slots, prefill_chunk=64, cache=cache, draft=draft, kv_format=kv,
-                          cache_host_bytes=states * 1_300_000, cache_dir=folder)
+def desk_of(path, cache=True, states=40, folder=None, slots=2, context=320, draft="auto", kv="auto", chunk=64,
+            device=0) -> Desk:
+    config = EngineConfig(path, "numpy", context=context, slots=slots, prefill_chunk=chunk, cache=cache, draft=draft, kv_format=kv,
+                          cache_host_bytes=states * 1_300_000, cache_device_slots=device, cache_dir=folder)
     loaded = open_model(config, lambda share: None)
     if folder is not None:
         disk = loaded.prefix_cache._disk
@@ -95,13 +96,14 @@ def interleavings(dense, cold, folder, count):
     def run(todo):
         number = next(folders)
         path = folder / str(number) if number % 3 == 0 else None
-        play(todo, lambda: desk_of(dense, states=[40, 2][number % 2], folder=path), cold, VOCAB, 200)
+        sizes = {"states": [40, 2][number % 2], "chunk": [64, 256][number // 2 % 2], "device": [0, 3][number // 2 % 2]}
+        play(todo, lambda: desk_of(dense, folder=path, **sizes), cold, VOCAB, 200)
 
     run()
 
 
 def test_any_interleaving_has_the_bits_of_cold_runs(dense, cold, tmp_path):
-    interleavings(dense, cold, tmp_path, 3)
+    interleavings(dense, cold, tmp_path, 6)
 
 
 @pytest.mark.long

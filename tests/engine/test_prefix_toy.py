@@ -30,6 +30,7 @@ def desk_of(host_states=50, device=0, ring_step=4096, folder=None, budget=1 << 3
     slots = range(loaded.slots.num_slots, loaded.slots.num_slots + device)
     loaded.state.hashes += [0] * device
     loaded.state.lengths += [0] * device
+    loaded.state.num_slots += device
     disk = DiskCache(folder, bytes(32), budget, **DISK) if folder else None
     loaded.prefix_cache = SnapshotCache(loaded.state, loaded.blocks, slots, 16 * host_states, disk, ring_step)
     return Desk(loaded)

@@ -176,6 +176,9 @@ class ToyModel:
             token, position = int(batch.tokens[row]), int(batch.positions[row])
             assert 0 <= token < VOCAB
             advance(state, slot, token, position)
+            for keep in batch.keeps:
+                if (keep.seq, int(batch.row_starts[seq]) + keep.rows) == (seq, row + 1):
+                    state.set_slot(keep.slot, state.get_slot(slot))
             block, place = divmod(position, BLOCK_POSITIONS)
             state.entries[table[block], place] = mix(token, position)
             if row in wanted:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from q27app.kernels import reference
+from q27app.kernels.batch import Batch, Keep
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.numpy_backend import NumpyBackend
 from q27app.model.config import ModelConfig
@@ -151,6 +152,29 @@ def check_model(expected: Lines, found: Lines, prompt: int = 70) -> dict[str, fl
         both("draft", lambda lines: draft(lines, 0, tokens[prompt + 13], first=True))
         both("second draft", lambda lines: draft(lines, 1, tokens[prompt + 14], first=False))
     return errors
+
+
+def check_keeps(lines: Lines) -> None:
+    """States that a prefill keeps on its way have the bits of prefills that end there, and change nothing else. 4 slots."""
+    model, state = lines.model, lines.state
+    first, second = [index % 50 for index in range(130)], [7 + index % 31 for index in range(66)]
+    batch = make_batch("prefill", [first, second], [0, 0], [0, 1], [[0, 1, 2], [3, 4]], [129])
+    kept = replace(batch, keeps=(Keep(0, 64, 3), Keep(1, 64, 2)))
+
+    def run(one: Batch) -> list[np.ndarray]:
+        for slot in range(4):
+            state.clear_slot(slot)
+        model.forward(one, state, True)
+        return [state.export_slot(slot) for slot in range(4)]
+
+    expected, found = run(batch), run(kept)
+    assert not expected[2].any() and not expected[3].any()
+    for slot in (0, 1):
+        np.testing.assert_array_equal(found[slot], expected[slot])
+    np.testing.assert_array_equal(found[3], run(make_batch("prefill", [first[:64]], [0], [0], [[0]], [63]))[0])
+    np.testing.assert_array_equal(found[2], run(make_batch("prefill", [second[:64]], [0], [0], [[0]], [63]))[0])
+    np.testing.assert_array_equal(run(replace(batch, keeps=(Keep(0, 128, 2),)))[2],
+                                  run(make_batch("prefill", [first[:128]], [0], [0], [[0, 1]], [127]))[0])
 
 
 def draft(lines: Lines, step: int, token: int, first: bool) -> np.ndarray:

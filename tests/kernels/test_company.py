@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from q27app.errors import Q27Error
+from q27app.kernels.batch import Keep
 from tests.kernels import made
+from tests.kernels.cuda_checks import check_keeps
 
 SEED = 5
 TOKENS = np.random.default_rng(SEED).integers(0, 101, 700)
@@ -256,3 +258,15 @@ def test_what_does_not_fit_is_refused_before_it_runs(tiny):
     backend.commit(np.array([2]))
     with pytest.raises(Q27Error, match="commit without a deferred pass"):
         backend.commit(np.array([2]))
+
+
+def test_states_kept_within_a_prefill_are_those_of_its_parts(model):
+    check_keeps(made.Lines(model, 4, 16))
+
+
+@pytest.mark.parametrize("keep", [Keep(0, 60, 3), Keep(0, 128, 3), Keep(1, 64, 3), Keep(0, 64, 0), Keep(0, 64, 4)])
+def test_a_keep_that_does_not_fit_is_refused(tiny, keep):
+    lines = made.Lines(tiny, 4, 16)
+    batch = made.make_batch("prefill", [[1] * 70], [0], [0], [[0, 1]])
+    with pytest.raises(Q27Error, match="keep"):
+        tiny.forward(replace(batch, keeps=(keep,)), lines.state, True)

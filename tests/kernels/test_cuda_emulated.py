@@ -76,6 +76,12 @@ def test_a_model_equals_numpy_through_its_life(device, kv_format):
     assert max(errors.values()) < (2e-3 if kv_format == "fp16" else 2e-2), errors
 
 
+def test_states_kept_within_a_prefill_are_those_of_its_parts(device):
+    tensors = cuda_checks.model_tensors(cuda_checks.NANO, F16)
+    model = cuda_checks.bound_model(CudaBackend(device), cuda_checks.NANO, tensors, 256)
+    cuda_checks.check_keeps(cuda_checks.Lines(model, 4, 16, "fp16", 64))
+
+
 def test_a_quantised_model_equals_numpy_through_its_life(device):
     expected, found = cuda_checks.pair_of_lines(device, cuda_checks.NANO, Q4_G64, "fp16")
     errors = cuda_checks.check_model(expected, found, prompt=20)

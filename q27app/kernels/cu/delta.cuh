@@ -34,7 +34,8 @@ struct Delta {
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
   const float* const* layer_weights;                           // commit: [layers, 4] conv, a, dt_bias, norm
-  int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred;
+  const int* keeps;                                            // prefill: [num_keeps, 3] sequence, rows, slot
+  int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred, num_keeps;
   float eps;
 };
 

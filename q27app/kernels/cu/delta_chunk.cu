@@ -1,14 +1,15 @@
 // delta_chunk: the same as delta_step for the many rows of a prefill chunk, in three launches.
 // Reference: reference.delta      Used by: layers.run_layer
-// Shapes:    y [rows, C + Nv Dv + 2 Nv] f32 -> out [rows, Nv Dv] f32; state and window of each slot advance
+// Shapes:    y [rows, C + Nv Dv + 2 Nv] f32 -> out [rows, Nv Dv] f32; state and window of each slot advance; keeps: other slots
+//            get those of a sequence after its first rows, up to a position 64 n
 // Layout:    delta.cuh
 // Launch:    delta_inputs grid (rows), block (256); delta_chunk grid (value heads * SLICES, seqs), block (DELTA_THREADS);
-//            delta_outputs grid (rows + seqs), block (256)
+//            delta_outputs grid (rows + seqs + keeps), block (256)
 // Defines:   as delta_step    Limits: none on rows
 // Numbers:   f32 throughout; a row's bits are those of delta_step, whatever the chunk. Bound: latency of the recurrence.
 #include "delta.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, STAGE_ROWS = 16;
+constexpr int THREADS = 256, WARPS = THREADS / 32, STAGE_ROWS = 16, KEEP_STEP = 64;
 
 __device__ __forceinline__ int sequence_of(const Delta& p, int row) {
   int seq = 0;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void fetch(const Delta& p, Stage& stage, int row, int
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __grid_constant__ Delta p) {
   __shared__ Stage stages[2];
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, seq = blockIdx.y;
-  const int first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first, slot = p.slot_ids[seq];
+  const int first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first, slot = p.slot_ids[seq], base = p.positions[first];
   const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
   float* state = state_of(p, slot, p.layer, head) + (long long)(slice * COLUMNS + column) * DIM;
   Columns<LANE_COLUMNS> s;
@@ -113,17 +114,22 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_chunk(const __
       for (int c = 0; c < LANE_COLUMNS; ++c)
         if (j == c) out[(long long)r * p.out_stride + c] = o[c];
     }
+    if ((base + done + count) % KEEP_STEP == 0)
+      for (int keep = 0; keep < p.num_keeps; ++keep)
+        if (p.keeps[3 * keep] == seq && p.keeps[3 * keep + 1] == done + count)
+          s.store(state_of(p, p.keeps[3 * keep + 2], p.layer, head) + (long long)(slice * COLUMNS + column) * DIM, j);
     __syncthreads();
   }
   s.store(state, j);
 }
 
-// Gated norm of the rows; the blocks past the rows move the windows on.
+// Gated norm of the rows; the blocks past the rows move the windows on, and give those of the keeps (4 rows or more replace a window).
 extern "C" __global__ void __launch_bounds__(THREADS) delta_outputs(const __grid_constant__ Delta p) {
   const int total = p.row_starts[p.num_seqs], warp = threadIdx.x / 32;
   if ((int)blockIdx.x >= total) {
-    const int seq = blockIdx.x - total, first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first;
-    float* window = window_of(p, p.slot_ids[seq], p.layer);
+    const int item = blockIdx.x - total, *keep = item < p.num_seqs ? nullptr : p.keeps + 3 * (item - p.num_seqs);
+    const int seq = keep ? keep[0] : item, first = p.row_starts[seq], rows = keep ? keep[1] : p.row_starts[seq + 1] - first;
+    float* window = window_of(p, keep ? keep[2] : p.slot_ids[seq], p.layer);
     for (int channel = threadIdx.x; channel < CHANNELS; channel += THREADS)
       advance_window(window, p.y + (long long)first * p.y_stride, p.y_stride, rows, p.positions[first], channel);
     return;

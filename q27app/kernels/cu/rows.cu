@@ -89,6 +89,7 @@ struct Hidden {
   const int* row_starts;
   const int* slot_ids;
   const int* accepted;            // keep_hidden: rows taken of each sequence, or null for all
+  const int* keeps;               // keep_states: [keeps, 3] sequence, rows, slot
   long long slot_bytes, offset;
   int num_seqs, width;
 };
@@ -128,6 +129,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) keep_hidden(const __grid_c
   if (taken == 0) return;
   float* target = slot_row(p, seq);
   const float* source = p.final_rows + (long long)(first + taken - 1) * p.width;
+  for (int k = threadIdx.x; k < p.width; k += THREADS) target[k] = source[k];
+}
+
+// Other slots' rows become that after the first rows of a sequence. grid (keeps)
+extern "C" __global__ void __launch_bounds__(THREADS) keep_states(const __grid_constant__ Hidden p) {
+  allow_next();
+  wait_for_earlier();
+  const int* keep = p.keeps + 3 * blockIdx.x;
+  float* target = reinterpret_cast<float*>(p.slots + keep[2] * p.slot_bytes + p.offset);
+  const float* source = p.final_rows + (long long)(p.row_starts[keep[0]] + keep[1] - 1) * p.width;
   for (int k = threadIdx.x; k < p.width; k += THREADS) target[k] = source[k];
 }
 
