@@ -70,6 +70,8 @@ class EngineConfig:
     them, "off". Never changes a text."""
     max_draft: int = 15
     """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
+    light_drafts: bool = True
+    """On a card, where the main layers are Q4, the draft layer is too: quicker drafts, a few less of them right."""
     warm_up: bool = False
     """Run, record and time every usual shape of a pass before the first request; else a card does that while nobody waits."""
     fixed_draft: bool = False
@@ -169,6 +171,7 @@ def _load(
 
     chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
     max_rows = max(chunk, MAX_DECODE_ROWS)
+    container = _light(config, backend.name, container, geometry)
     free = backend.free_bytes()
     movable = 0 if backend.name == "numpy" or geometry.tied else container.tensors["token_embd.weight"].nbytes
     before, in_host = place_embedding(lambda weights: _plan(config, backend, geometry, free, weights, max_rows),
@@ -225,6 +228,15 @@ def _with_cache(config: EngineConfig, plan: MemoryPlan, backend_name: str) -> tu
               f"{cache.host_bytes / 1e9:.1f} GB of host memory")
     plan = replace(plan, num_blocks=plan.num_blocks + cache.num_blocks, num_kept_slots=cache.num_slots, reasons=[*plan.reasons, reason])
     return plan, cache
+
+
+def _light(config: EngineConfig, backend: str, container: Container, geometry: ModelConfig) -> Container:
+    """The container as it is loaded. NumPy computes in float32 and would gain nothing."""
+    from q27app.weights.light import with_light_drafts
+
+    if not config.light_drafts or backend == "numpy" or not geometry.num_mtp_layers or config.draft not in ("auto", "mtp"):
+        return container
+    return with_light_drafts(container, geometry.num_layers)
 
 
 def _cache(
