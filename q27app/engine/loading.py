@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from q27app.weights.container import Container
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
-GRAPH_BYTES = {"numpy": 0, "cuda": 1 << 19}
+GRAPH_BYTES = {"numpy": 0, "cuda": 7 << 18}
 """Device memory of a recorded pass."""
 MAX_AUTO_SLOTS = 4
+MAX_SHARED_SLOTS = {"numpy": 0, "cuda": MAX_DECODE_ROWS}
+"""Most slots where their number is left to us; beyond MAX_AUTO_SLOTS they share the blocks of those."""
 EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
 """Draft steps that are queued before the host looks at what they drew."""
@@ -53,7 +55,8 @@ class EngineConfig:
     context: int | None = None
     """Window of a request, tokens; None = as much as fits, at most what the model was trained for."""
     slots: int | None = None
-    """Requests that run at once; None = as many as fit beside the window, at most 4."""
+    """Requests that run at once, each with room for a whole window; None = as many as fit so, at most 4, and on CUDA more, at most
+    16, that share that room."""
     kv_format: str = "auto"
     """How keys and values are kept; auto: fp32 on NumPy, on CUDA the most exact that holds the window; exact: fp32, fp16."""
     embed: str = "auto"
@@ -164,7 +167,7 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
 def _load(
     config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
 ) -> Loaded:
-    from q27app.model.budget import MAX_CONTEXT, place_embedding
+    from q27app.model.budget import MAX_CONTEXT, place_embedding, with_shared_slots
     from q27app.model.forward import load_model
     from q27app.model.replays import most_recorded
     from q27app.model.weights import weight_bytes
@@ -187,6 +190,8 @@ def _load(
     plan = _plan(config, backend, geometry, free, weights, max_rows, scratch(MAX_CONTEXT // BLOCK_POSITIONS))
     if in_host:
         plan = replace(plan, reasons=[*plan.reasons, *(text for text in before.reasons if text.startswith("embedding: "))])
+    if config.slots is None:
+        plan = with_shared_slots(plan, MAX_SHARED_SLOTS[backend.name])
     plan, cache_plan = _with_cache(config, plan, backend.name)
     plan = replace(plan, scratch=scratch(plan.num_blocks))
     model.replays.limit = most_recorded(plan.num_slots)
@@ -279,7 +284,7 @@ def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, 
 
     estimate = scratch_bytes if backend.name == "numpy" else card_scratch_bytes
     sizes = {
-        "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * most_recorded(config.slots or MAX_AUTO_SLOTS),
+        "free": free, "weights": weights, "graphs": GRAPH_BYTES[backend.name] * most_recorded(config.slots or max(MAX_AUTO_SLOTS, MAX_SHARED_SLOTS[backend.name])),
         "scratch": estimate(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
         "window_rows": None if backend.name == "numpy" else geometry.conv_width, "runtime": backend.runtime_bytes,

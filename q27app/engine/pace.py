@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from q27app.kernels.batch import BLOCK_POSITIONS
 
-GAP_MS = 90.0
+GAP_MS = 120.0
 """What a chunk of prefill may add to the time between two tokens of a running stream."""
 WEIGHT = 1 / 4
 GROWTH = 2
@@ -30,23 +30,18 @@ class PrefillPace:
 
     def chunk(self, most: int) -> int:
         """A multiple of 64 from 64 to `most`."""
-        size = 1
-        if self._ms:
-            largest = min(most // BLOCK_POSITIONS, GROWTH * max(self._ms))
-            while size < largest and self._price(size + 1) <= self._gap_ms:
-                size += 1
+        largest = min(most // BLOCK_POSITIONS, GROWTH * max(self._ms, default=0))
+        size = next((size for size in range(largest, 1, -1) if self._price(size) <= self._gap_ms), 1)
         return min(most, size * BLOCK_POSITIONS)
 
     def _price(self, size: int) -> float:
-        """Milliseconds of a pass of so many blocks; never less than what a smaller one took."""
+        """Milliseconds of a pass of so many blocks. Not always more than of fewer: kernels are made for some sizes."""
         known = sorted(self._ms)
         low = max((n for n in known if n <= size), default=0)
         high = min((n for n in known if n > size), default=0)
-        floor = max((self._ms[n] for n in known if n <= size), default=0.0)
-        if low == size:
-            return floor
-        if not high and len(known) > 1:
-            low, high = known[-2], known[-1]
-        start, end = self._ms.get(low, 0.0), self._ms[high or low]
-        slope = (end - start) / (high - low) if high else end / low
-        return max(floor, start + slope * (size - low) if high else end + slope * (size - low))
+        if not high:
+            last = self._ms[low]
+            steps = [(last - self._ms[n]) / (low - n) for n in known[:-1]]
+            return last + max([last / low / 2, *steps[-1:]]) * (size - low)
+        start = self._ms.get(low, 0.0)
+        return start + (self._ms[high] - start) / (high - low) * (size - low)

@@ -36,7 +36,7 @@ Shape = tuple[Literal["prefill", "rows", "draft"], tuple[int, ...]]
 def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool) -> list[Shape]:
     """Shapes of a server with num_slots slots, the likeliest first. max_draft 0: no drafts. drafts_mtp: the draft layer is used.
 
-    Several sequences with drafts share the rows of a pass about alike."""
+    Of several sequences with drafts those with as many drafts each: there are too many others, and a recording takes memory."""
     count = min(num_slots, MAX_DECODE_ROWS)
     deepest = min(max_draft, MAX_DECODE_ROWS - 1)
     shapes: list[Shape] = [("prefill", (2 * BLOCK_POSITIONS,)), ("rows", (1,))]
@@ -45,9 +45,8 @@ def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool) -> list[Shape
     for together in range(2, count + 1):
         shapes += [("rows", (1,) * together)] + ([("draft", (1,) * together)] if drafts_mtp else [])
     for together in range(2, count + 1):
-        for rows in range(together + 1, min(MAX_DECODE_ROWS, together * (1 + deepest)) + 1):
-            each, more = divmod(rows, together)
-            shapes.append(("rows", tuple(each + (index < more) for index in range(together))))
+        for each in range(2, min(MAX_DECODE_ROWS // together, 1 + deepest) + 1):
+            shapes.append(("rows", (each,) * together))
     return shapes
 
 

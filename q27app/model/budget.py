@@ -183,6 +183,15 @@ def plan_memory(
     return plan
 
 
+def with_shared_slots(plan: MemoryPlan, most: int) -> MemoryPlan:
+    """More slots, `most` at most, for half of what the plan leaves. They bring no blocks: a request waits while others hold too many."""
+    count = min(most, plan.num_slots + max(0, plan.free - plan.margin - plan.used) // 2 // max(1, plan.slot_bytes))
+    if count <= plan.num_slots:
+        return plan
+    reason = f"slots: {count} in all, which share the blocks of {plan.num_slots} whole window{'s' * (plan.num_slots > 1)}"
+    return replace(plan, num_slots=count, reasons=[*plan.reasons, reason])
+
+
 def place_embedding(plan: Callable[[int], MemoryPlan], weights: int, embed_bytes: int, wish: str, wanted: int) -> tuple[MemoryPlan, bool]:
     """(memory plan, whether the embedding table stays in host memory). plan: from bytes of weights on the card. embed_bytes: of
     a table that may stay there, 0 if none may. wish: host, device or auto, which moves it where that buys window, up to

@@ -15,12 +15,12 @@ import numpy as np
 from q27app.kernels.backend import Backend, Replay
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch
 
-MAX_RECORDED = 256
+MAX_RECORDED = 144
 
 
 def most_recorded(num_slots: int) -> int:
     """Recordings that are kept where so many sequences run: the usual shapes of their passes and some more."""
-    return min(MAX_RECORDED, 48 + 32 * num_slots)
+    return min(MAX_RECORDED, 48 + 16 * num_slots)
 
 
 class Replays:

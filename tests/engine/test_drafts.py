@@ -270,7 +270,7 @@ def test_warming_up_records_shapes_learns_prices_and_leaves_the_slots_empty(dens
     prices = loaded.drafter.prices.to_dict()
     assert set(prices["pass_ms"]) == {"1", "2", "3", "4"} and prices["step_ms"] > 0
     num_fresh = loaded.model.num_fresh
-    assert len(loaded.model.replays) == num_fresh / 2 == 4 + 1 + 6 + 4, "rows alone, together, with drafts; first and further steps"
+    assert len(loaded.model.replays) == num_fresh / 2 == 4 + 1 + 3 + 4, "rows alone, together, with drafts; first and further steps"
     assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
     assert tell(desk) == tell(fresh)
 

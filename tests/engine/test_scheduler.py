@@ -359,7 +359,8 @@ def test_a_chunk_beside_running_streams_is_as_long_as_its_measured_price_allows(
     assert pace.chunk(1024) == 320 and pace.chunk(128) == 128
     pace.record(10, 1000)
     assert pace.chunk(1024) == 320
-    pace.record(64, 6400)
+    for size in range(128, 1025, 64):
+        pace.record(size, 256)
     assert pace.chunk(1024) == 64
 
 
@@ -374,3 +375,5 @@ def test_the_pace_knows_that_a_pass_has_a_price_of_its_own():
     for _ in range(20):
         pace.record(320, 100)
     assert pace.chunk(1024) == 256, "prices change as the context grows"
+    pace.record(128, 150)
+    assert pace.chunk(1024) == 256, "one odd size keeps no larger one away"

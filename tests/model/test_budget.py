@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import automatic_kv_formats, block_bytes, place_embedding, plan_memory, plan_with_best_format, slot_bytes
+from q27app.model.budget import (
+    automatic_kv_formats, block_bytes, place_embedding, plan_memory, plan_with_best_format, slot_bytes, with_shared_slots,
+)
 from tests.model import geometry
 
 
@@ -102,3 +106,13 @@ def test_the_embedding_is_placed_where_it_buys_window():
     assert place_embedding(at(60 * GB), weights, table, "host", 262_144)[1]
     with pytest.raises(OutOfMemory):
         place_embedding(at(14 * GB), weights, table, "auto", 262_144)
+
+
+def test_slots_that_share_the_blocks_take_half_of_what_is_left():
+    got = plan(141 * GB, max_auto_slots=4)
+    more = with_shared_slots(got, 16)
+    assert (got.num_slots, more.num_slots, more.num_blocks) == (4, 16, got.num_blocks) and more.used + more.margin <= more.free
+    assert "16 in all" in more.reasons[-1]
+    left = got.free - got.margin - got.used
+    tight = replace(got, free=got.free - left + 5 * got.slot_bytes)
+    assert with_shared_slots(tight, 16).num_slots == 4 + 2 and with_shared_slots(tight, 4) is tight
