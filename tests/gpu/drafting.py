@@ -113,18 +113,20 @@ def successors(start: int, count: int, vocab: int) -> list[int]:
     return [(start + index) % vocab for index in range(count)]
 
 
+def timed(run, times: int = 16) -> float:
+    """Milliseconds, the median after four runs."""
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return 1e3 * float(np.median(taken[4:]))
+
+
 def widths(table: Table) -> None:
     """A verify pass with draw, acceptance and commit by its rows; a chain of drafts by its depth."""
     loaded, model, backend = table.loaded, table.loaded.model, table.loaded.model.backend
     blocks = [list(range(16))]
-
-    def timed(run, times: int = 16) -> float:
-        taken = []
-        for _ in range(times):
-            started = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - started)
-        return 1e3 * float(np.median(taken[4:]))
 
     def verify(rows: int, params: SamplingParams) -> float:
         phase = "verify" if rows > 1 else "decode"
@@ -140,20 +142,37 @@ def widths(table: Table) -> None:
             backend.result()
         return timed(run)
 
-    def chain(depth: int, params: SamplingParams) -> float:
-        draws = sampling_rows([LogitRow(params, 302)], loaded.vocab_size)
-
-        def run() -> None:
-            batch = make_batch("draft", [[5]], [301], [0], blocks, [0])
-            model.draft_chain(batch, loaded.state, True, depth, draws, np.array([depth], np.int32))
-        return timed(run)
-
     for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         line(f"ms a step by rows, {name}", " ".join(f"{rows}:{verify(rows, params):.2f}" for rows in range(1, 17)))
-        line(f"ms a chain by depth, {name}", " ".join(f"{depth}:{chain(depth, params):.2f}" for depth in range(1, 16)))
+        chains(table, name, params)
 
 
-def speeds(table: Table) -> None:
+def chains(table: Table, name: str, params: SamplingParams) -> None:
+    """A chain of drafts by its depth: in one recording, as it runs ahead, and step by step."""
+    loaded, model, backend = table.loaded, table.loaded.model, table.loaded.model.backend
+    draws = sampling_rows([LogitRow(params, 302)], loaded.vocab_size)
+
+    def waited(depth: int) -> None:
+        batch = make_batch("draft", [[5]], [301], [0], [list(range(16))], [0])
+        model.draft_chain(batch, loaded.state, True, depth, draws, np.array([depth], np.int32))
+
+    def ahead(depth: int) -> float:
+        """Of the chain alone, behind a pass that has ended."""
+        backend.sample(model.forward(make_batch("decode", [[5]], [300], [0], [list(range(16))]), loaded.state), draws)
+        backend.result()
+        started = time.perf_counter()
+        model.draft_ahead(loaded.state, depth, draws)
+        backend.device.synchronize()
+        return time.perf_counter() - started
+
+    steps = " ".join(f"{depth}:{timed(lambda depth=depth: waited(depth)):.2f}" for depth in range(1, 16))
+    line(f"ms a chain by depth, {name}", steps)
+    if backend.is_ahead:
+        whole = " ".join(f"{depth}:{1e3 * float(np.median([ahead(depth) for _ in range(12)][4:])):.2f}" for depth in range(1, 16))
+        line(f"ms in one recording, {name}", whole)
+
+
+def speeds(table: Table, depths: tuple[int, ...] = (3, 4, 5, 6, 7, 8, 9, 11, 15)) -> None:
     """One stream on the chain: without drafts, at fixed depths, at measured depth; greedy, sampled, copied."""
     vocab = table.loaded.vocab_size
     prompt = successors(1000, 64, vocab)
@@ -170,7 +189,7 @@ def speeds(table: Table) -> None:
 
     attempt("no drafts, greedy", lambda: tell(None, 160))
     attempt("no drafts, sampled", lambda: tell(None, 160, SAMPLED))
-    for cap in (3, 4, 5, 7, 9, 11, 15):
+    for cap in depths:
         attempt(f"depth {cap}, greedy", lambda cap=cap: tell(table.fixed(cap), 512))
         if cap in (5, 7, 9):
             attempt(f"depth {cap}, sampled", lambda cap=cap: tell(table.fixed(cap), 512, SAMPLED))
@@ -336,7 +355,16 @@ def alone() -> None:
     table.close()
 
 
-PARTS = {"big": big, "disk": disk, "alone": alone}
+def heavy() -> None:
+    """The same model with its draft layer at Q8, as the file has it: what its steps cost, and how many drafts are right."""
+    table = Table(models() / "q4s.q27", kv_format="fp8", context=CONTEXT, slots=1, cache=False, light_drafts=False)
+    line("27B opened, draft layer at Q8", f"{table.seconds:.1f} s")
+    chains(table, "greedy", GREEDY)
+    attempt("speeds", lambda: speeds(table, (7,)) or "done")
+    table.close()
+
+
+PARTS = {"big": big, "disk": disk, "alone": alone, "heavy": heavy}
 
 
 def main(names: list[str]) -> int:
