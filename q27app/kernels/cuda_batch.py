@@ -39,7 +39,8 @@ class BatchArea:
         self._host = device.pinned(4 * end).view(np.int32)
         self._host[:] = 0
         self.address = device.allocate(4 * end)
-        self._event = None
+        self._moment: int | None = None
+        self._num_tables = 0   # so many rows of the tables are on the device as they are here
 
     def at(self, name: str, index: int = 0) -> int:
         """Device address of item `index` of a field."""
@@ -47,9 +48,9 @@ class BatchArea:
 
     def put(self, batch: Batch) -> None:
         """Copy the batch's arrays over. The host waits only if the copy before has not happened yet."""
-        if self._event is not None and not self._device.is_recording:
-            self._device.wait(self._event)
-            self._event = None
+        is_recording = self._device.is_recording
+        if self._moment is not None and not is_recording and not self._device.has_passed(self._moment):
+            self._device.synchronize()
         width = batch.block_tables.shape[1]
         if width > self.table_stride:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
@@ -60,12 +61,14 @@ class BatchArea:
             keeps = np.array([(keep.seq, keep.rows, keep.slot) for keep in batch.keeps], np.int32).reshape(-1)
             self._host[self._at["keeps"]:self._at["keeps"] + len(keeps)] = keeps
         tables = self._host[self._at["tables"]:].reshape(-1)[:self.max_seqs * self.table_stride]
-        tables = tables.reshape(self.max_seqs, self.table_stride)
-        tables[:batch.num_seqs, :width] = np.maximum(batch.block_tables, 0)
-        used = self._at["tables"] + batch.num_seqs * self.table_stride
+        tables = tables.reshape(self.max_seqs, self.table_stride)[:batch.num_seqs, :width]
+        wanted, used = np.maximum(batch.block_tables, 0), self._at["tables"]
+        if batch.num_seqs > self._num_tables or (tables != wanted).any() or is_recording:
+            tables[:] = wanted
+            used += max(self._num_tables, batch.num_seqs) * self.table_stride
+            self._num_tables = 0 if is_recording else max(self._num_tables, batch.num_seqs)
         self._device.upload_pinned(self.address, self._host[:used])
-        if not self._device.is_recording:
-            self._event = self._device.mark()
+        self._moment = self._device.moment()
 
     def release(self) -> None:
         self._device.release(self.address)

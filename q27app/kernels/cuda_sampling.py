@@ -37,14 +37,13 @@ class Inputs:
     def __init__(self, device, address: int, nbytes: int) -> None:
         self._device, self._address, self._size = device, address, nbytes
         self._host = device.pinned(nbytes)
-        self._event = None
+        self._moment: int | None = None
 
     def put(self, rows: SamplingRows, limits: np.ndarray | None = None) -> tuple[cuda_args.Sample, int]:
         """Where everything lies, and the limits. limits: of a chain of drafts, whose penalty lists get a place a step.
         The places depend on the number of rows alone where there are neither penalties nor masks."""
-        if self._event is not None and not self._device.is_recording:
-            self._device.wait(self._event)
-            self._event = None
+        if self._moment is not None and not self._device.is_recording and not self._device.has_passed(self._moment):
+            self._device.synchronize()
         args, end, limits_at = cuda_args.Sample(), 0, 0
         arrays = {
             "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
@@ -69,8 +68,7 @@ class Inputs:
                 setattr(args, name, self._address + end)
             end += -(-data.size // 16) * 16
         self._device.upload_pinned(self._address, self._host[:max(end, 16)])
-        if not self._device.is_recording:
-            self._event = self._device.mark()
+        self._moment = self._device.moment()
         return args, limits_at
 
 

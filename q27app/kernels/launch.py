@@ -105,6 +105,7 @@ class CudaDevice:
         self._graphs: list[Any] = []
         self._host_arrays: list[np.ndarray] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
+        self._now = self._passed = 0
         self._capturing = False
         self.context_bytes = _between(before, card_used(self._device.pci_bus_id()))
         atexit.register(self.close)
@@ -188,11 +189,21 @@ class CudaDevice:
         """An event after everything so far; `wait` makes the host wait for it."""
         event = self._check(self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._check(self._driver.cuEventRecord(event, self._handle))
-        return event
+        self._now += 1
+        return event, self._now
 
     def wait(self, event: Any) -> None:
-        self._check(self._driver.cuEventSynchronize(event))
-        self._check(self._driver.cuEventDestroy(event))
+        handle, number = event
+        self._check(self._driver.cuEventSynchronize(handle))
+        self._check(self._driver.cuEventDestroy(handle))
+        self._passed = max(self._passed, number)
+
+    def moment(self) -> int:
+        """Now, for `has_passed`: whether the host has waited since for something that came after everything so far."""
+        return self._now
+
+    def has_passed(self, moment: int) -> bool:
+        return self._passed > moment
 
     @property
     def is_recording(self) -> bool:
@@ -269,6 +280,8 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         self._check(self._driver.cuStreamSynchronize(self._handle))
+        self._now += 1
+        self._passed = self._now
 
     def close(self) -> None:
         """Give everything back. The context itself belongs to the process and is released, not destroyed."""

@@ -72,6 +72,12 @@ class CountingDevice:
 
     def wait(self, event: int) -> None: ...
 
+    def moment(self) -> int:
+        return 0
+
+    def has_passed(self, moment: int) -> bool:
+        return True
+
     def prepare(self, jobs, progress=None) -> None: ...
 
     def module(self, job):

@@ -95,6 +95,12 @@ class EmulatedDevice:
 
     def wait(self, event: int) -> None: ...
 
+    def moment(self) -> int:
+        return 0
+
+    def has_passed(self, moment: int) -> bool:
+        return True
+
     def synchronize(self) -> None: ...
 
     def prepare(self, jobs, progress=None) -> None: ...

@@ -1,0 +1,81 @@
+"""The arrays of a pass on a device: what is copied, and that the host's copy is not written over too soon."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from q27app.kernels.cuda_batch import BatchArea, area_bytes
+from tests.kernels.made import make_batch
+
+
+class Memory:
+    """A device of one array, whose copies happen when they are waited for."""
+
+    is_recording = False
+
+    def __init__(self) -> None:
+        self.words = np.full(1 << 12, -7, np.int32)
+        self.queued: list[tuple[int, np.ndarray]] = []
+        self.num_bytes: list[int] = []
+        self.num_waits = 0
+        self.now = self.passed = 0
+
+    def pinned(self, nbytes):
+        return np.zeros(nbytes, np.uint8)
+
+    def allocate(self, nbytes):
+        return 0
+
+    def upload_pinned(self, address, data):
+        self.queued.append((address // 4, data))   # read when it happens, as a card does
+        self.num_bytes.append(data.nbytes)
+
+    def moment(self):
+        return self.now
+
+    def has_passed(self, moment):
+        return self.passed > moment
+
+    def synchronize(self):
+        for at, data in self.queued:
+            self.words[at:at + len(data)] = data
+        self.queued.clear()
+        self.num_waits += 1
+        self.now += 1
+        self.passed = self.now
+
+
+def found(memory: Memory, area: BatchArea, name: str, count: int, index: int = 0) -> list[int]:
+    start = area.at(name, index) // 4
+    return memory.words[start:start + count].tolist()
+
+
+def test_tables_are_copied_where_they_changed_and_are_always_right():
+    memory = Memory()
+    area, stride = BatchArea(memory, 64, 4, 8), 8
+    random, held = np.random.default_rng(0), []
+    for step in range(60):
+        count = int(random.integers(1, 5))
+        tables = [[int(block) for block in random.integers(0, 50, random.integers(1, 5))] for _ in range(count)]
+        if step % 3:
+            tables = held[:count] + tables[len(held):]
+        held = tables
+        area.put(make_batch("decode", [[step + seq] for seq in range(count)], [0] * count, list(range(count)), tables))
+        memory.synchronize()
+        assert found(memory, area, "tokens", count) == [step + seq for seq in range(count)]
+        assert found(memory, area, "slots", count) == list(range(count))
+        for seq, table in enumerate(tables):
+            assert found(memory, area, "tables", len(table), seq * stride) == table
+    assert len(set(memory.num_bytes)) > 1 and max(memory.num_bytes) <= area_bytes(64, 4, 8)
+
+
+def test_the_hosts_copy_is_written_again_only_after_a_wait():
+    memory = Memory()
+    area = BatchArea(memory, 64, 4, 8)
+    area.put(make_batch("decode", [[1]], [0], [0], [[3]]))
+    assert memory.num_waits == 0
+    area.put(make_batch("decode", [[2]], [0], [0], [[4]]))
+    assert memory.num_waits == 1 and found(memory, area, "tokens", 1) == [1]
+    memory.synchronize()
+    area.put(make_batch("decode", [[5]], [0], [0], [[4]]))
+    assert memory.num_waits == 2, "somebody has waited already"
