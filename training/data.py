@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 5, 256: 10, 512: 31, 1024: 27, 2048: 8, 4096: 10, 8192: 9}
+SHARES = {128: 4, 256: 11, 512: 26, 1024: 24, 2048: 14, 4096: 11, 8192: 10}
 EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.15
@@ -26,7 +26,7 @@ XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")
 REPEAT_WEIGHT = 0.25
 """Of a token that was seen before in the same company."""
-REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.6, 0.04), (1.0, 0.0))
+REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.4, 0.04), (1.0, 0.0))
 """(until this share of the run, share of the batches that are `repeats` alone)."""
 REPEAT_LENGTH = 8192
 """The longest class whose rows are filled up."""

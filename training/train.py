@@ -35,14 +35,14 @@ MATRIX_LR = 0.02
 OTHER_LR = 0.003
 WARMUP = 0.01
 DECAY_FROM = 0.5
-ROUND_FROM = 0.75
-ROUND_SHARE = 0.8
+ROUND_FROM = 0.85
+ROUND_SHARE = 0.7
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
 DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
 DRAFT_EVERY = 4
 """Until DRAFTS_FROM drafts are trained on one step in so many, then on every one."""
-DRAFTS_FROM = 0.8
+DRAFTS_FROM = 0.88
 DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until", type=float, default=float("inf"), metavar="EPOCH", help="clock at which the run is over, whatever --minutes says")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of this part; the run resumes later")
     parser.add_argument("--stop-at", type=float, default=float("inf"), metavar="EPOCH", help="clock at which this part ends; the run resumes later")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens a step")
+    parser.add_argument("--tokens", type=int, default=98304, help="tokens a step")
     parser.add_argument("--longest", type=int, default=8192, help="leave out longer length classes; small ones try the script on a CPU")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=1)

@@ -102,20 +102,22 @@ def size_of(steps: Sequence[Step], tools: Sequence[Mapping[str, Any]] = (), syst
 def conversation(rng: random.Random, length: int) -> Conversation:
     """A conversation of training text of about `length` tokens or less."""
     if length >= 2048:
-        kind = rng.random()
-        if kind < 0.75:
+        kind, recalls = rng.random(), 0.3 if length == 2048 else 0.76
+        if kind < recalls:
             return _long_recall(rng, length)
-        if kind < 0.88:
+        if kind < recalls + 0.1:
             return _agent(rng, length)
         return _session(rng, length)
     if length == 128:
         return _single(rng, length, small)
     if length == 256:
-        return _session(rng, length, tools=False)
+        return _sums(rng, length) if rng.random() < 0.35 else _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.76:
+    if kind < 0.77:
         return _session(rng, length, tools=True)
-    if kind < 0.86:
+    if kind < 0.8 and length == 512:
+        return _sums(rng, length)
+    if kind < 0.88:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 
@@ -159,7 +161,7 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
         return base
     misses = 0
     while misses < 8:
-        example = with_tools(rng) if tools and rng.random() < 0.45 else plain(rng, TRAIN)
+        example = with_tools(rng) if tools and rng.random() < 0.55 else plain(rng, TRAIN)
         if example.alone or (example.tools and not tools):
             misses += 1
             continue
@@ -177,6 +179,16 @@ def _session(rng: random.Random, length: int, tools: bool = True) -> Conversatio
     shuffled = list(declared.values())
     rng.shuffle(shuffled)
     return Conversation(base.system, tuple(shuffled), tuple(steps))
+
+
+def _sums(rng: random.Random, length: int) -> Conversation:
+    """Arithmetic alone, one question after the other."""
+    steps: list[Step] = []
+    while size_of(steps) < length * 0.85:
+        steps += arithmetic(rng, TRAIN).steps
+    if size_of(steps) > length:
+        steps = steps[:-2]
+    return Conversation(rng.choice(SYSTEMS) if rng.random() < 0.1 else None, (), tuple(steps))
 
 
 def _long_recall(rng: random.Random, length: int) -> Conversation:

@@ -135,14 +135,20 @@ def said(rng: random.Random, param: Param, value: Any, is_marked: bool) -> str:
     return json.dumps(value)
 
 
-JOIN = ("is", "=", ":", "as", "of", "to", "at", "equal to", "set to", "should be", "will be", "must be", "->", "with", "for", "was", "to be")
+JOIN = ("is", "=", ":", "as", "of", "to", "at", "equal to", "set to", "should be", "will be", "must be", "->", "with", "was", "to be")
+
+
+VALUE_FIRST = ("as", "for the", "is the", "as the", "for")
 
 
 def _pair(rng: random.Random, key: str, value: str, shape: int, link: str = "") -> str:
-    """Key and value next to each other, in one of many shapes. link: what stands between them, if there is one."""
+    """Key and value next to each other, in one of many shapes. link: what stands between them, if there is one. A value stands
+    before its key only where a known word says so: whatever else is between the two, the key comes first."""
     key = key.replace("_", " ") if rng.random() < 0.08 else key
+    if link in VALUE_FIRST:
+        return f"{value} {link} {key}"
     if link:
-        return f"{value} {link} {key}" if shape in (3, 4) else f"{key} {link} {value}"
+        return f"{key} {link} {value}"
     if shape == 0:
         return f"{key} {value}"
     if shape == 1:
@@ -150,7 +156,7 @@ def _pair(rng: random.Random, key: str, value: str, shape: int, link: str = "") 
     if shape == 2:
         return f"{key}={value}"
     if shape == 3:
-        return f"{value} {rng.choice(('as', 'for the', 'is the', 'as the', 'for', 'in', any_word(rng)))} {key}"
+        return f"{value} {rng.choice(VALUE_FIRST)} {key}"
     if shape == 4:
         return f"{rng.choice(('the', 'a', 'my', 'this', any_word(rng)))} {key} {rng.choice((*JOIN, any_word(rng)))} {value}"
     if shape == 5:
@@ -162,7 +168,10 @@ def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
     """All arguments with their names. Half of the time one link, a word or two of any meaning, stands in all of them. Now and then
     their order is turned, and that of `given` with it: a call follows the request."""
     shape = rng.randrange(8)
-    link = (rng.choice(JOIN) if rng.random() < 0.2 else words(rng, 1, rng.choice((1, 1, 1, 2)))) if rng.random() < 0.5 else ""
+    link = ""
+    if rng.random() < 0.6:
+        kind = rng.random()
+        link = rng.choice(VALUE_FIRST) if kind < 0.14 else rng.choice(JOIN) if kind < 0.3 else words(rng, 1, rng.choice((1, 1, 1, 1, 2)))
     is_marked = rng.random() < 0.4 or " " in link or (not link and shape in (0, 6))  # else nobody knows where a value of words begins
     if rng.random() < 0.35:
         rng.shuffle(given)
@@ -184,7 +193,7 @@ def spoken(rng: random.Random, given: list[tuple[Param, Any]], has_key: bool = F
     found, is_marked, keyed = [], rng.random() < 0.95, rng.randrange(len(given)) if has_key and given else -1
     for index, (param, value) in enumerate(given):
         text = said(rng, param, value, is_marked)
-        if isinstance(value, bool) or rng.random() < 0.25 or index == keyed:
+        if isinstance(value, bool) or rng.random() < 0.35 or index == keyed:
             key = param.name.replace("_", " ")
             text = rng.choice((f"{text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
         link = rng.choice(LINKS) if rng.random() < 0.7 else any_word(rng) if rng.random() < 0.6 else ""
@@ -222,7 +231,8 @@ def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]
     if kind < 0.62:
         what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
-        joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 6)}: "))
+        joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 7)}: ", f", {words(rng, 1, 5)} ",
+                            f". {words(rng, 1, 4).capitalize()}: "))
         if not told:
             text = lead + what + tail
         elif rng.random() < 0.15:

@@ -132,9 +132,27 @@ def any_code(rng: random.Random) -> str:
     return rng.choice(forms)
 
 
+def _again(rng: random.Random) -> str:
+    """Few words that come again and again, so that what follows a word depends on where it stands."""
+    pool = [any_word(rng) for _ in range(rng.randint(2, 8))]
+    said = [rng.choice(pool) for _ in range(rng.randint(5, 20))]
+    if rng.random() < 0.4:
+        return " ".join(said)
+    found, size = [], 0
+    while size < len(said):
+        step = rng.randint(3, 8)
+        found.append(" ".join(said[size:size + step]).capitalize() + rng.choice((".", ".", "!", "?")))
+        size += step
+    if rng.random() < 0.3:
+        found.append(rng.choice(found))
+    return " ".join(found)
+
+
 def any_text(rng: random.Random) -> str:
     """Something to copy, edit or quote: of every kind and up to some dozens of words."""
     kind = rng.random()
+    if rng.random() < 0.2:
+        return _again(rng)
     if kind < 0.16:
         return words(rng, 1, 14)
     if kind < 0.32:

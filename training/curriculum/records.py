@@ -11,6 +11,7 @@ from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
 from curriculum.phrases import extract_request, noisy, summary_request
 from curriculum.pools import COLORS, DAYS, FRUITS, MONTHS, NEW_COLORS, NEW_FRUITS, city, code, full_name, invented, person, sentence, thing, word
 from curriculum.random_tasks import random_extraction
+from curriculum.random_words import words as any_words
 
 Record = Mapping[str, Any]
 KEYS = """name id title size color status kind owner date day hour count level mode path note reason start end width height weight
@@ -138,15 +139,52 @@ def _any_record(rng: random.Random) -> Record:
     return {key: rng.choice((rng.randint(0, 9999), word(rng, TRAIN), person(rng, TRAIN), code(rng), rng.random() < 0.5)) for key in keys}
 
 
+def _parts(rng: random.Random, record: Record) -> list[str]:
+    """What a sentence about the record must hold; each part tells by its form or a word what it is."""
+    r = record
+    if "customer" in r:
+        return [rng.choice((f"{r['quantity']} {r['item']}s", f"{r['quantity']} pieces of {r['item']}", f"{r['item']}s: {r['quantity']}")), r["customer"], r["city"]]
+    if "title" in r:
+        return [r["title"], r["day"], f"{r['hour']}:00", rng.choice((r["host"], f"{r['host']} is the host", f"host is {r['host']}", f"hosted by {r['host']}"))]
+    if "email" in r:
+        return [r["name"], rng.choice((f"{r['age']}", f"{r['age']} years", f"aged {r['age']}", f"{r['age']} years old")), r["city"], r["email"]]
+    if "month" in r:
+        return [rng.choice((f"from {r['from']} to {r['to']}", f"{r['from']} to {r['to']}", f"to {r['to']} from {r['from']}", f"{r['from']} - {r['to']}")),
+                r["month"], rng.choice((f"{r['passengers']} passengers", f"passengers: {r['passengers']}"))]
+    if "fruit" in r:
+        return [rng.choice((f"{r['count']} {r['fruit']}s", f"{r['fruit']}: {r['count']}", f"{r['fruit']}s, {r['count']} of them")),
+                rng.choice((f"{r['price']} euros", f"priced {r['price']}", f"a price of {r['price']}")),
+                rng.choice(("organic", "all organic") if r["organic"] else ("ordinary", "not organic", "ordinary ones"))]
+    if "priority" in r:
+        state = rng.choice(("open", "Open", "still open") if r["open"] else ("closed", "Closed", "not open", "already closed"))
+        return [rng.choice((r["id"], f"ticket {r['id']}")), rng.choice((r["owner"], f"{r['owner']} is the owner", f"owned by {r['owner']}")),
+                rng.choice((f"{r['priority']} priority", f"priority {r['priority']}")), state]
+    return [rng.choice((r["color"], f"{r['color']} pet")), rng.choice((r["pet"], f"called {r['pet']}")), f"{r['years']} years",
+            rng.choice((r["owner"], f"{r['owner']} is the owner", f"belongs to {r['owner']}"))]
+
+
+def _framed(rng: random.Random, record: Record) -> str:
+    """The record's parts in any order among words that mean nothing."""
+    parts = _parts(rng, record)
+    if rng.random() < 0.6:
+        rng.shuffle(parts)
+    joint = rng.choice((", ", ", ", " ", "; ", " and ", ". "))
+    told = [f"{any_words(rng, 1, 3)} {part}" if rng.random() < 0.45 else part for part in parts]
+    text = rng.choice(("", "", f"{any_words(rng, 1, 3)} ", f"{any_words(rng, 1, 2)}: ")) + joint.join(told) + rng.choice((".", ".", "", f" {any_words(rng, 1, 4)}.", f". {any_words(rng, 2, 5)}."))
+    return text if rng.random() < 0.2 else text[0].upper() + text[1:]
+
+
 def extraction(rng: random.Random, split: str) -> Example:
     """A sentence and the keys to find; the answer is a JSON object with these keys in this order."""
-    if split == TRAIN and rng.random() < 0.5:
+    if split == TRAIN and rng.random() < 0.35:
         return random_extraction(rng)
-    if split == TRAIN and rng.random() < 0.4:
+    if split == TRAIN and rng.random() < 0.25:
         record = _any_record(rng) if rng.random() < 0.7 else _record(rng, split)[1]
         return _extract(rng, split, record, _told(rng, record))
     index, record = _record(rng, split)
     _, plain, others = FORMS[index]
+    if split == TRAIN and rng.random() < 0.7:
+        return _extract(rng, split, record, _framed(rng, record))
     say = others[-1] if split == NEW else rng.choice((plain, *others[:-1]))
     return _extract(rng, split, record, say(record))
 

@@ -16,7 +16,7 @@ from q27app.chat.types import (
 
 CONTEXT_WEIGHT = 0.1
 """Of a token that the model does not write, at most; all of them together at most CONTEXT_SHARE of those it writes."""
-CONTEXT_SHARE = 0.3
+CONTEXT_SHARE = 0.2
 
 
 def message_of(step: Step) -> Message:

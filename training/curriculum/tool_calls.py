@@ -17,7 +17,7 @@ from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
 )
 
-RANDOM_SHARE = 0.85
+RANDOM_SHARE = 0.78
 """Of the training examples: tools and requests of `random_tools`."""
 COUNTS = (0, 1, 2, 3, 4, 6)
 """How many other tools may be declared."""
@@ -148,7 +148,7 @@ def _drill(rng: random.Random) -> Example:
     for _ in range(rng.choice((0, 0, 1, 1, 2, 2, 3, 4))):
         tool = random_tool(rng, first if rng.random() < 0.3 else None)
         tools.setdefault(tool.name, tool)
-    asked = [*tools.values(), *rng.choices(list(tools.values()), k=rng.randint(0, len(tools) + 1))]
+    asked = [*tools.values(), *rng.choices(list(tools.values()), k=rng.randint(1, 2 * len(tools) + 1))]
     rng.shuffle(asked)
     steps: list[Step] = []
     for tool in asked:
