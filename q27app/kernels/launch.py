@@ -25,6 +25,9 @@ CONTEXT_BYTES = 600 << 20
 LIKELY_CONTEXT = range(32 << 20, 1 << 30)
 """Where others took or gave memory at the same moment, a difference is outside of this and CONTEXT_BYTES stands for it."""
 
+MAX_CONFIGS = 4096
+"""Shapes of launches that are kept."""
+
 _DRIVER_HINT = "q27app doctor says what is missing."
 
 
@@ -107,6 +110,10 @@ class CudaDevice:
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._now = self._passed = 0
         self._capturing = False
+        self._configs: dict[tuple, Any] = {}
+        self._pointers = (ctypes.c_void_p * 1)()
+        self._events: list[Any] = []
+        """Those that nobody waits for."""
         self.context_bytes = _between(before, card_used(self._device.pci_bus_id()))
         atexit.register(self.close)
         if memory_cap:
@@ -187,15 +194,19 @@ class CudaDevice:
 
     def mark(self) -> Any:
         """An event after everything so far; `wait` makes the host wait for it."""
-        event = self._check(self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        if self._events:
+            event = self._events.pop()
+        else:
+            event = self._check(self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._check(self._driver.cuEventRecord(event, self._handle))
         self._now += 1
         return event, self._now
 
     def wait(self, event: Any) -> None:
+        """Once for each `mark`."""
         handle, number = event
         self._check(self._driver.cuEventSynchronize(handle))
-        self._check(self._driver.cuEventDestroy(handle))
+        self._events.append(handle)
         self._passed = max(self._passed, number)
 
     def moment(self) -> int:
@@ -250,6 +261,16 @@ class CudaDevice:
 
     def launch(self, function: Any, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool) -> None:
+        config = self._configs.get((grid, block, shared, dependent))
+        if config is None:
+            if len(self._configs) >= MAX_CONFIGS:
+                self._configs.clear()
+            config = self._configs[grid, block, shared, dependent] = self._config(grid, block, shared, dependent)
+        self._pointers[0] = ctypes.addressof(args)
+        self._check(self._driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._pointers), 0))
+
+    def _config(self, grid: tuple[int, ...], block: int, shared: int, dependent: bool) -> Any:
+        """Shape and attributes of a launch. Making one takes longer than the launch, so they are kept."""
         driver = self._driver
         assert shared <= self.card.shared_bytes and block <= 1024, (shared, block)
         config = driver.CUlaunchConfig()
@@ -263,8 +284,7 @@ class CudaDevice:
             config.attrs, config.numAttrs = [attribute], 1
         else:
             config.numAttrs = 0
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        self._check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+        return config
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """What `run` launches, as a graph. `graph.Graph` is the replay."""
@@ -297,9 +317,11 @@ class CudaDevice:
                 allocation.free()
         except (self._pycuda.Error, GpuError):
             pass   # after an error that sticks, the driver takes everything back with the context
+        for event in self._events:
+            self._driver.cuEventDestroy(event)
         for module, _ in self._images:
             self._driver.cuModuleUnload(module)
-        for held in (self._graphs, self._allocations, self._host_arrays, self._modules, self._images):
+        for held in (self._configs, self._events, self._graphs, self._allocations, self._host_arrays, self._modules, self._images):
             held.clear()
         self._staging = np.empty(0, np.uint8)
         del self._stream
