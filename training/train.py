@@ -34,7 +34,7 @@ from quantise import Rounding  # noqa: E402
 MATRIX_LR = 0.02
 OTHER_LR = 0.003
 WARMUP = 0.01
-DECAY_FROM = 0.5
+DECAY_FROM = 0.62
 ROUND_FROM = 0.85
 ROUND_SHARE = 0.7
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""

@@ -14,6 +14,7 @@ from curriculum.facts import facts
 from curriculum.obedience import remembering, system_text
 from curriculum.phrases import led
 from curriculum.pools import excerpt, paragraph
+from curriculum.random_tasks import random_recall
 from curriculum.recall import make_recall, recall
 from curriculum.records import extraction, listing, summary
 from curriculum.tool_calls import idle_tools, long_tools, refusal, tool_call, tool_session
@@ -111,13 +112,16 @@ def conversation(rng: random.Random, length: int) -> Conversation:
     if length == 128:
         return _single(rng, length, small)
     if length == 256:
-        return _sums(rng, length) if rng.random() < 0.35 else _session(rng, length, tools=False)
+        kind = rng.random()
+        return _sums(rng, length) if kind < 0.35 else _dense_recall(rng, length) if kind < 0.5 else _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.77:
+    if kind < 0.69:
         return _session(rng, length, tools=True)
-    if kind < 0.8 and length == 512:
+    if kind < 0.72 and length == 512:
         return _sums(rng, length)
     if kind < 0.88:
+        return _dense_recall(rng, length)
+    if kind < 0.92:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 
@@ -199,6 +203,13 @@ def _long_recall(rng: random.Random, length: int) -> Conversation:
     if length <= 1024 and rng.random() < 0.5:
         room *= rng.random() * 0.3
     return as_conversation(rng, make_recall(rng, TRAIN, int(room), num_facts, questions), thinks=False)
+
+
+def _dense_recall(rng: random.Random, length: int) -> Conversation:
+    """Facts with little between them, most of which are asked for."""
+    questions = max(1, int(length * rng.uniform(0.5, 0.95)) // 95)
+    filler = rng.choice((0, 0, rng.randint(0, length)))
+    return as_conversation(rng, random_recall(rng, filler, questions + rng.randint(0, 1 + questions // 3), questions), thinks=False)
 
 
 def _agent(rng: random.Random, length: int) -> Conversation:

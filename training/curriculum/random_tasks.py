@@ -111,10 +111,13 @@ SAID = ("the {k} of {o} is {v}", "{o} has the {k} {v}", "{v} is the {k} of {o}",
         "the {k} for {o} is {v}", "{o} {w} {v} as {k}", "{k} of {o}: {v}", "{o} {w} {k} {v}", "for {o} the {k} {w} {v}", "{v} {w} the {k} of {o}",
         "{o} ({k} {v})", "{o}, {k} {v}", "the {k} {v} {w} {o}", "{w} {o} the {k} {v}", "{k} for {o} = {v}", "{o} | {k} | {v}", "{o} {w} {w} {v} for {k}",
         "we {w} {o} the {k} {v}", "{o} got {w} {k} {v}", "{o} is {w} the {k} {v}", "in {o} the {k} is {v}", "{o} with {k} {v}",
-        "{v} is the {k} of {o}", "{v} is the {k} for {o}", "{v} as {k} of {o}", "{v} {w} {k} {w} {o}", "{v}: {k} of {o}", "{v} is what {o} has as {k}",
-        "{v} {w} {o} as {k}", "{v} for {o}, {w} {k}")
+)
+SAID_LATE = ("{v} is the {k} of {o}",) * 5 + (
+    "{v} is the {k} for {o}", "{v} as {k} of {o}", "{v}: {k} of {o}", "{v} is what {o} has as {k}", "{v} {w} {o} as {k}", "{v} for {o}, {w} {k}",
+    "{v} {w} the {k} of {o}", "the {k} {v} {w} {o}", "{v} {w} {k} of {o}", "{v} was {w} {o} as {k}", "{v} is {w} the {k} of {o}", "{v}, the {k} of {o}")
+"""The value stands before its owner: whose it is must be carried along or looked up backwards."""
 ASKED = ("the {k} of {o}", "the {k} for {o}", "{o}'s {k}", "which {k} {o} has", "{k} of {o}", "{o}: {k}", "what {k} {w} {o}", "{o}, {k}", "{o} {w} which {k}",
-         "the {k} that {o} {w}", "{k} {w} {o}", "{o} and the {k}", "which {k} {w} {o}", "the {k} {w} {w} {o}", "{o} {w} {w} the {k}", "for {o} the {k}")
+         "the {k} that {o} {w}", "{k} {w} {o}", "{o} and the {k}", "the {k} of {o} is {w}", "{o}'s {k} is {w}", "the {k} of {o} {w} {w}", "which {k} {w} {o}", "the {k} {w} {w} {o}", "{o} {w} {w} the {k}", "for {o} the {k}")
 
 
 def _owner(rng: random.Random) -> str:
@@ -163,7 +166,7 @@ def _facts(rng: random.Random, count: int) -> list[tuple[str, str, str]]:
     owners = [_owner(rng) for _ in range(max(1, count if rng.random() < 0.6 else count // 2))]
     if rng.random() < 0.5:
         owners = _alike(rng, len(owners))
-    make = rng.choice((short_value, code, _number, _number))
+    make = rng.choice((short_value, code, _number, _number, _number))
     found = {(rng.choice(owners), rng.choice(kinds) if rng.random() < 0.9 else any_word(rng)): make(rng) for _ in range(count)}
     return [(owner, kind, value) for (owner, kind), value in found.items()]
 
@@ -185,10 +188,11 @@ def _filler(rng: random.Random, num_chars: int) -> list[str]:
 def random_recall(rng: random.Random, num_chars: int, num_facts: int, num_questions: int) -> Example:
     """As `recall.make_recall`, with owners, kinds, values and wordings that are all made."""
     facts = _facts(rng, num_facts)
-    lines, form = _filler(rng, num_chars), rng.choice(SAID)
+    lines, late = _filler(rng, num_chars), rng.choice((0.0, 0.3, 1.0, 1.0))
+    form = rng.choice(SAID_LATE if rng.random() < late else SAID)
     for owner, kind, value in facts:
         if rng.random() < 0.4:
-            form = rng.choice(SAID)
+            form = rng.choice(SAID_LATE if rng.random() < late else SAID)
         said = _wrapped(rng, _filled(rng, form, o=owner, k=kind, v=value))
         lines.insert(rng.randint(0, len(lines)), said if said.lower().startswith((value.lower(), owner.lower())) else capital(rng, said))
     text = rng.choice(("", "", f"{words(rng, 1, 6).capitalize()}:\n\n", "Text:\n\n", f"{words(rng, 3, 12).capitalize()}.\n\n")) \
