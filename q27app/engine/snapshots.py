@@ -2,7 +2,7 @@
 
 A snapshot holds its KV blocks by reference, one owner among others, and a copy of the recurrent slot: in one of the
 store's own device slots while there are any, else in host memory. When either is full the least recently used one moves
-down or goes. Owned by the engine thread.
+down or goes. Device slots are freed ahead of need, beside the passes. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from q27app.engine.block_pool import BlockPool
-from q27app.kernels.backend import State
+from q27app.kernels.backend import SlotExport, State
 from q27app.kernels.batch import BLOCK_POSITIONS
 
 MAX_SNAPSHOTS = 4096
+SPARE_SLOTS = 2
+"""Device slots that are kept free for the next states, where there are four times as many."""
 
 
 @dataclass(eq=False)
@@ -30,6 +32,8 @@ class Snapshot:
     kind: str
     slot: int = -1
     data: np.ndarray | None = None
+    export: SlotExport | None = None
+    """Set from the moment it is on its way to the host until its data is asked for."""
     used: int = 0
 
     @property
@@ -51,6 +55,10 @@ class SnapshotStore:
         self._state, self._blocks = state, blocks
         self._free_slots = list(device_slots)
         self._host_limit = max(0, host_bytes // max(1, state.slot_bytes))
+        self._num_spare = min(SPARE_SLOTS, len(self._free_slots) // 4) if self._host_limit else 0
+        self._leaving: list[Snapshot] = []
+        if self._num_spare:
+            state.reserve_exports()
         self._clock = 0
         self._by_length: dict[int, list[Snapshot]] = {}
         self.count = 0
@@ -84,6 +92,7 @@ class SnapshotStore:
 
     def take(self, tokens: np.ndarray, blocks: np.ndarray, slot: int, kind: str) -> Snapshot | None:
         """Keep the state that `slot` holds after `tokens`; None if there is room for none."""
+        self._collect()
         if not self._free_slots and not self._demote() and not self._host_room():
             return None
         kept = Snapshot(tokens, blocks.copy(), kind)
@@ -93,10 +102,12 @@ class SnapshotStore:
         else:
             kept.data = self._state.export_slot(slot)
         self._blocks.share(kept.blocks)
+        self._spare()
         return self._keep(kept)
 
     def lend(self) -> int | None:
         """A device slot for a state that is about to be computed: `take_lent` or `give_back` follows. None if there is none."""
+        self._collect()
         if not self._free_slots:
             self._demote()
         return self._free_slots.pop() if self._free_slots else None
@@ -107,6 +118,7 @@ class SnapshotStore:
     def take_lent(self, tokens: np.ndarray, blocks: np.ndarray, slot: int, kind: str) -> Snapshot:
         """Keep the state that a pass has put into a lent slot."""
         self._blocks.share(blocks)
+        self._spare()
         return self._keep(Snapshot(tokens, blocks.copy(), kind, slot))
 
     def adopt(self, tokens: np.ndarray, blocks: np.ndarray, data: np.ndarray, kind: str) -> Snapshot | None:
@@ -119,8 +131,40 @@ class SnapshotStore:
         self.touch(snapshot)
         return snapshot
 
+    def _spare(self) -> None:
+        """Send the least recently used states to the host until enough slots are free or on the way to be."""
+        while len(self._free_slots) + len(self._leaving) < self._num_spare:
+            candidates = [snapshot for snapshot in self if snapshot.slot >= 0 and snapshot.export is None]
+            oldest = min(candidates, key=lambda snapshot: snapshot.used, default=None)
+            export = None if oldest is None or not self._host_room() else self._state.begin_export(oldest.slot)
+            if oldest is None or export is None:
+                return
+            oldest.export = export
+            self._leaving.append(oldest)
+
+    def _collect(self, waits: bool = False) -> None:
+        """Slots that their states have left are free. waits: for the first one."""
+        for snapshot in list(self._leaving):
+            assert snapshot.export is not None
+            if waits and snapshot is self._leaving[0]:
+                snapshot.export.leave()
+            if snapshot.export.has_left():
+                self._leaving.remove(snapshot)
+                self._free_slots.append(snapshot.slot)
+                snapshot.slot = -1
+
+    def _data(self, snapshot: Snapshot) -> np.ndarray:
+        """The recurrent state of one that is not on the device."""
+        if snapshot.data is None:
+            assert snapshot.export is not None
+            snapshot.data, snapshot.export = snapshot.export.data(), None
+        return snapshot.data
+
     def _demote(self) -> bool:
         """Move the device's least recently used state to the host; False if the store has no device slots."""
+        if self._leaving:
+            self._collect(waits=True)
+            return True
         candidates = [snapshot for snapshot in self if snapshot.slot >= 0]
         if not candidates or not self._host_limit:
             if candidates:
@@ -147,12 +191,11 @@ class SnapshotStore:
         if snapshot.slot >= 0:
             self._state.copy_slot(snapshot.slot, slot)
         else:
-            assert snapshot.data is not None
-            self._state.import_slot(slot, snapshot.data)
+            self._state.import_slot(slot, self._data(snapshot))
 
     def export(self, snapshot: Snapshot) -> np.ndarray:
         """uint8 [slot_bytes]: the recurrent state in host memory."""
-        return self._state.export_slot(snapshot.slot) if snapshot.data is None else snapshot.data
+        return self._state.export_slot(snapshot.slot) if snapshot.slot >= 0 else self._data(snapshot)
 
     def drop(self, snapshot: Snapshot) -> None:
         group = self._by_length[snapshot.num_tokens]
@@ -161,6 +204,10 @@ class SnapshotStore:
             del self._by_length[snapshot.num_tokens]
         self.count -= 1
         self._blocks.release(snapshot.blocks)
+        if snapshot in self._leaving:
+            self._leaving.remove(snapshot)
+            assert snapshot.export is not None
+            snapshot.export.leave()
         if snapshot.slot >= 0:
             self._free_slots.append(snapshot.slot)
 
@@ -184,3 +231,4 @@ class SnapshotStore:
     def clear(self) -> None:
         for snapshot in list(self):
             self.drop(snapshot)
+        self._state.end_exports()

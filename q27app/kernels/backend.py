@@ -60,6 +60,20 @@ class LayerGeometry(Protocol):
     norm_eps: float
 
 
+class SlotExport(Protocol):
+    """A slot's bytes on their way to host memory."""
+
+    def has_left(self) -> bool:
+        """The slot may be written again."""
+        ...
+    def leave(self) -> None:
+        """Waits for that."""
+        ...
+    def data(self) -> np.ndarray:
+        """uint8 [slot_bytes]; waits."""
+        ...
+
+
 class State(Protocol):
     """Everything that belongs to sequences: recurrent slots and KV blocks. Owned by the engine thread.
 
@@ -78,6 +92,15 @@ class State(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
     def export_slot(self, slot: int) -> np.ndarray:
         """uint8 [slot_bytes]; waits."""
+        ...
+    def reserve_exports(self) -> None:
+        """`begin_export` will be called."""
+        ...
+    def begin_export(self, slot: int) -> SlotExport | None:
+        """The same without waiting; the slot stays as it is until it has left. None where that is not possible, or not now."""
+        ...
+    def end_exports(self) -> None:
+        """No more of them."""
         ...
     def import_slot(self, slot: int, data: np.ndarray) -> None: ...
     def export_blocks(self, blocks: Sequence[int]) -> np.ndarray:

@@ -14,6 +14,8 @@ import numpy as np
 from q27app.errors import Q27Error, UsageError
 from q27app.kernels.batch import BLOCK_POSITIONS
 from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_format
+from q27app.kernels.slot_exports import SlotExport, SlotExports
+
 TURNED_HEAD = 256
 """Head size of the formats that turn rows (kv_format.cuh)."""
 
@@ -61,6 +63,7 @@ class CudaState:
         self.layer_bytes = BLOCK_POSITIONS * row
         self.block_bytes = num_kv_layers * self.layer_bytes
         self.record_row = record_row(geometry)
+        self._exports: SlotExports | None = None
         self.slots = self._device.allocate(num_slots * self.slot_bytes)
         self.blocks = self._device.allocate(max(num_blocks * self.block_bytes, 256))
         self.record = self._device.allocate(max(num_delta_layers * max_record_rows * self.record_row * 4, 256))
@@ -89,6 +92,17 @@ class CudaState:
     def export_slot(self, slot: int) -> np.ndarray:
         return self._device.download(self.slot(slot), self.slot_bytes)
 
+    def reserve_exports(self) -> None:
+        self._exports = self._exports or SlotExports(self._device, self.slot_bytes)
+
+    def begin_export(self, slot: int) -> SlotExport | None:
+        return None if self._exports is None else self._exports.begin(self.slot(slot))
+
+    def end_exports(self) -> None:
+        if self._exports is not None:
+            self._exports.close()
+        self._exports = None
+
     def import_slot(self, slot: int, data: np.ndarray) -> None:
         self._device.upload(self.slot(slot), _bytes(data, (self.slot_bytes,), "a slot"))
 
@@ -107,6 +121,7 @@ class CudaState:
             self._device.upload(self.block(blocks[start]), data[start:stop])
 
     def release(self) -> None:
+        self.end_exports()
         for address in (self.slots, self.blocks, self.record):
             self._device.release(address)
 

@@ -66,8 +66,12 @@ class Device(Protocol):
     def download_pinned(self, data: np.ndarray, address: int) -> None:
         """Into page-locked memory; there when an event marked after it is."""
         ...
+    def download_beside(self, data: np.ndarray, address: int) -> Any:
+        """The same after everything so far, while what comes later runs. An event of its own, for `is_done` and `wait`."""
+        ...
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
+    def is_done(self, event: Any) -> bool: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
 
@@ -109,6 +113,7 @@ class CudaDevice:
         self._host_arrays: list[np.ndarray] = []
         self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
         self._now = self._passed = 0
+        self._side: Any = None
         self._capturing = False
         self._configs: dict[tuple, Any] = {}
         self._pointers = (ctypes.c_void_p * 1)()
@@ -191,6 +196,26 @@ class CudaDevice:
 
     def fill(self, address: int, nbytes: int) -> None:
         self._check(self._driver.cuMemsetD8Async(address, 0, nbytes, self._handle))
+
+    def download_beside(self, data: np.ndarray, address: int) -> Any:
+        driver = self._driver
+        if self._side is None:
+            self._side = self._check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        before, after = self._check(driver.cuEventCreate(flags)), self._check(driver.cuEventCreate(flags))
+        self._check(driver.cuEventRecord(before, self._handle))
+        self._check(driver.cuStreamWaitEvent(self._side, before, 0))
+        self._check(driver.cuEventDestroy(before))
+        self._check(driver.cuMemcpyDtoHAsync(data.ctypes.data, address, data.nbytes, self._side))
+        self._check(driver.cuEventRecord(after, self._side))
+        return after, 0
+
+    def is_done(self, event: Any) -> bool:
+        code, = self._driver.cuEventQuery(event[0])
+        if code == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._check((code,))
+        return True
 
     def mark(self) -> Any:
         """An event after everything so far; `wait` makes the host wait for it."""
@@ -311,6 +336,9 @@ class CudaDevice:
         atexit.unregister(self.close)
         try:
             self._stream.synchronize()
+            if self._side is not None:
+                self._check(self._driver.cuStreamSynchronize(self._side))
+                self._check(self._driver.cuStreamDestroy(self._side))
             for graph in self._graphs:
                 graph.close()
             for allocation in self._allocations.values():

@@ -84,6 +84,13 @@ class NumpyState:
     def export_slot(self, slot: int) -> np.ndarray:
         return np.concatenate([part.reshape(-1).view(np.uint8) for part in self._slot_parts(slot)])
 
+    def reserve_exports(self) -> None: ...
+
+    def begin_export(self, slot: int) -> None:
+        """A copy would wait all the same."""
+
+    def end_exports(self) -> None: ...
+
     def import_slot(self, slot: int, data: np.ndarray) -> None:
         data = _bytes_of(data, (self.slot_bytes,), "a slot")
         start = 0

@@ -127,6 +127,15 @@ def test_device_states_move_to_the_host_when_others_need_their_slots():
     assert [ask(desk, prompt_of(70, seed)) for seed in (2, 3, 4, 5)] == [64] * 4
 
 
+def test_slots_are_freed_ahead_of_need_and_what_left_them_is_found_again():
+    desk = desk_of(host_states=20, device=8, chunk=256, num_blocks=80)
+    for seed in range(12):
+        ask(desk, prompt_of(140, seed), stable_len=70)
+    store = desk.loaded.prefix_cache.store
+    assert store.count == 24 and len(desk.state.exports) >= 16, "two states a prompt"
+    assert [ask(desk, (*prompt_of(140, seed)[:139], 1)) for seed in range(12)] == [128] * 12
+
+
 def test_states_give_way_only_where_that_lets_a_request_in():
     desk = desk_of(slots=1, max_context=256, num_blocks=4)
     ask(desk, prompt_of(130, 1))
@@ -204,7 +213,7 @@ def test_a_state_goes_to_the_disk_in_pieces(tmp_path, monkeypatch):
     assert ask(again, prompt_of(300)) == 256
 
 
-@pytest.mark.parametrize("device,states,blocks", [(0, 50, None), (2, 1, None), (1, 3, 12)])
+@pytest.mark.parametrize("device,states,blocks", [(0, 50, None), (2, 1, None), (1, 3, 12), (8, 3, None)])
 def test_any_interleaving_gives_the_cold_text(tmp_path, device, states, blocks):
     folders = itertools.count()
 

@@ -20,6 +20,7 @@ from q27app.engine.stepper import Stepper
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch, Sampled, SamplingRows
 from q27app.kernels.numpy_pass import check_batch
 from q27app.kernels.reference_sample import count_accepted, sample_rows
+from tests.engine.toy_export import ToyExport
 
 VOCAB = 61
 MASK = (1 << 64) - 1
@@ -89,6 +90,18 @@ class ToyState:
 
     def export_slot(self, slot: int) -> np.ndarray:
         return np.array([self.hashes[slot], self.lengths[slot]], np.uint64).view(np.uint8)
+
+    def reserve_exports(self) -> None:
+        self.exports = []
+
+    def begin_export(self, slot: int) -> "ToyExport | None":
+        """At most two on their way."""
+        if sum(export.read is None for export in self.exports) >= 2:
+            return None
+        self.exports.append(ToyExport(self, slot, self.get_slot(slot)))
+        return self.exports[-1]
+
+    def end_exports(self) -> None: ...
 
     def import_slot(self, slot: int, data: np.ndarray) -> None:
         first, second = data.view(np.uint64).tolist()
