@@ -53,7 +53,7 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
     decode = attend | {name: value for name, value in cuts.items() if name != "QUERY_WARPS"}
     return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill, 
             "delta_step": delta | {"SLICES": 4 if wide else 1, "LANE_COLUMNS": 1},
-            "delta_chunk": delta | {"SLICES": 8 if wide else 1, "LANE_COLUMNS": 2}}
+            "delta_chunk": delta}
 
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:

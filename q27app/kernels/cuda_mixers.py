@@ -14,8 +14,21 @@ GATED_HEAD = 128
 """Head size whose gated norm the matrix stage applies (staging.cuh)."""
 
 
+CHUNK = 16
+"""Positions of a block of delta_chunk."""
+INPUT_ROWS = 8
+"""Rows of a block of delta_inputs."""
+
+
+def chunk_launch(dim: int) -> tuple[int, int, int]:
+    """Splits of a head, threads and shared memory of delta_chunk (CHUNK_COLUMNS, CHUNK_THREADS, ChunkShared). dim: of a head."""
+    columns = 64 if dim >= 64 else 32
+    row, warps = 2 * (dim + 8) + columns + 4 + 2 * (CHUNK + 8) + 4, columns // 8
+    return dim // columns, 32 * warps + 32, (2 * CHUNK * row + warps * 12 * 32) * 4
+
+
 def delta_threads(defines: dict[str, int]) -> int:
-    """Threads of a block of delta_step and delta_chunk (DELTA_THREADS)."""
+    """Threads of a block of delta_step (DELTA_THREADS)."""
     return defines["DELTA_DIM"] // defines["SLICES"] // defines["LANE_COLUMNS"] * (defines["DELTA_DIM"] // 16)
 
 
@@ -41,15 +54,17 @@ class Mixers:
         args.conv, args.a, args.dt_bias, args.norm = layer.conv.address, layer.a.address, layer.dt_bias.address, layer.out_norm.address
         args.out = o.address
         args.out_stride, args.layer, args.deferred = o.shape[1], layer.delta_index, int(batch.deferred)
-        defines = backend.defines["delta_chunk" if backend.is_prefill else "delta_step"]
-        threads, grid = delta_threads(defines), (heads * defines["SLICES"], batch.num_seqs)
         if backend.is_prefill:
-            args.channels, args.gates = backend.scratch.channels(batch.num_rows)
+            args.channels, args.gates, args.pairs = backend.scratch.channels(batch.num_rows)
             args.keeps, args.num_keeps = backend.area.at("keeps"), len(batch.keeps)
-            backend.launch("delta_chunk", "delta_inputs", (batch.num_rows,), 256, 0, args, dependent=False)
-            backend.launch("delta_chunk", "delta_chunk", grid, threads, 0, args, dependent=False)
-            items = batch.num_rows + batch.num_seqs + len(batch.keeps)
-            backend.launch("delta_chunk", "delta_outputs", (items,), 256, 0, args, dependent=False)
+            splits, threads, shared = chunk_launch(geometry.delta_head_dim)
+            blocks = batch.num_rows // CHUNK + 2 * batch.num_seqs   # at least as many as there are
+            groups = (-(-batch.num_rows // INPUT_ROWS), -(-(2 * geometry.delta_key_heads + heads) // 8))
+            windows = (batch.num_seqs + len(batch.keeps)) * -(-state.channels // 256)
+            backend.launch("delta_chunk", "delta_inputs", groups, 256, 0, args, dependent=False)
+            backend.launch("delta_chunk", "delta_pairs", (blocks, geometry.delta_key_heads), 256, 0, args, dependent=False)
+            backend.launch("delta_chunk", "delta_chunk", (heads * splits, batch.num_seqs), threads, shared, args, dependent=False)
+            backend.launch("delta_chunk", "delta_outputs", (batch.num_rows + windows,), 256, 0, args, dependent=False)
             return
         if int(np.diff(batch.row_starts).max()) > MAX_DECODE_ROWS:
             raise Q27Error(f"a sequence has more than {MAX_DECODE_ROWS} rows in a {batch.phase} pass.")
@@ -58,7 +73,9 @@ class Mixers:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
             self._deferred[layer.delta_index] = (args.conv, args.a, args.dt_bias, args.norm)
-        backend.launch("delta_step", "delta_step", grid, threads, 0, args)
+        defines = backend.defines["delta_step"]
+        grid = (heads * defines["SLICES"], batch.num_seqs)
+        backend.launch("delta_step", "delta_step", grid, delta_threads(defines), 0, args)
         if not batch.deferred and batch.num_rows > batch.num_seqs:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
         self._gated[o.address] = args

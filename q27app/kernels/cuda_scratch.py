@@ -11,6 +11,8 @@ from q27app.kernels.memory import Arena, CudaBuffer
 
 
 MAX_DELTA_LAYERS = 1024
+PAIRS = 32
+"""Numbers of a row's share of the matrices of its block of positions (delta_chunk.cu)."""
 
 
 class Scratch:
@@ -36,7 +38,7 @@ class Scratch:
         self._inverse = arena.take(max_rows * 4)
         self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 8 * 4))
         """Of up to 16 rows of the row family: fp16 [rows, width], -sums [rows, units], 1 / scale [rows, splits]."""
-        shared = max(max_rows * (self._channels + 4 * self._value_heads) * 4 + 256, max_rows * (self._query_row * 2 + heads * 4) + 256,
+        shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
                      max_rows * wide_width * 4)
         self._shared, self._shared_bytes = arena.take(shared), shared
 
@@ -50,10 +52,11 @@ class Scratch:
         assert width <= self._halves_width, (width, self._halves_width)
         return self._halves, self._inverse
 
-    def channels(self, rows: int) -> tuple[int, int]:
-        """float32 [rows, channels], float32 [rows, value heads, 4]."""
+    def channels(self, rows: int) -> tuple[int, int, int]:
+        """float32 [rows, channels], [rows, value heads, 4], [rows, value heads, PAIRS]."""
         self._check(rows)
-        return self._shared, self._shared + -(-rows * self._channels * 4 // 256) * 256
+        gates = self._shared + -(-rows * self._channels * 4 // 256) * 256
+        return self._shared, gates, gates + -(-rows * self._value_heads * 16 // 256) * 256
 
     def queries(self, rows: int) -> tuple[int, int]:
         """fp16 [rows, heads, head_dim], float32 [rows, heads]."""

@@ -12,7 +12,7 @@ from q27app.kernels import compiler as compiler_module
 from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
 from q27app.kernels.compiler import Compiler, Job, describe, expand
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
-from q27app.kernels.cuda_mixers import delta_threads
+from q27app.kernels.cuda_mixers import chunk_launch, delta_threads
 from tests.model.geometry import config_27b
 
 CARDS = {
@@ -121,8 +121,10 @@ def block_size(name: str, defines: dict[str, int]) -> int:
         return 512
     if name in ("sample_draw", "sample_logprobs"):
         return 1024
-    if name in ("delta_step", "delta_chunk"):
+    if name == "delta_step":
         return delta_threads(defines)
+    if name == "delta_chunk":
+        return chunk_launch(defines["DELTA_DIM"])[1]
     if name.startswith(("linear_tiles_gate_up_slim", "linear_tiles_plain_few", "linear_tiles_add_few")):
         return 128
     return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256

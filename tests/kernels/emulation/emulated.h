@@ -244,6 +244,24 @@ inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   }
   emulated::warp_barrier();
 }
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  emulated::Warp& w = emulated::warp();
+  const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
+  const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(w.words[lane], mine, sizeof(mine));
+  emulated::warp_barrier();
+  for (int i = 0; i < 4; ++i) {
+    double sum = c[i];
+    for (int k = 0; k < 8; ++k) {
+      uint32_t left[6], right[6];
+      memcpy(left, w.words[g * 4 + k % 4], sizeof(left));
+      memcpy(right, w.words[(2 * q + i % 2) * 4 + k % 4], sizeof(right));
+      sum += (double)__uint_as_float(left[i / 2 + 2 * (k / 4)] & 0xffffe000u) * (double)__uint_as_float(right[4 + k / 4] & 0xffffe000u);
+    }
+    c[i] = (float)sum;
+  }
+  emulated::warp_barrier();
+}
 inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0,
                          float c1, float c2, float c3) {
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;

@@ -1,0 +1,70 @@
+"""The delta stage of the CUDA backend alone, on any device: results against the reference, bits of a resumed prefill."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from q27app.kernels import reference
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.model.config import ModelConfig
+from q27app.weights.container import Tensor
+from q27app.weights.dtypes import F32
+from tests.kernels.made import make_batch, relative_error
+
+TOLERANCE = 1e-5
+
+
+class DeltaBench:
+    """Random small weights of one layer. sharp: decays from almost 1 to almost 0 side by side, and rows that repeat."""
+
+    def __init__(self, device, config: ModelConfig, sharp: bool = False, max_rows: int = 320) -> None:
+        random, self.config = np.random.default_rng(3), config
+        self.backend, self._sharp = CudaBackend(device), sharp
+        heads, dim = config.delta_value_heads, config.delta_head_dim
+        self.channels = (2 * config.delta_key_heads + heads) * dim
+        values = {"conv": random.standard_normal((self.channels, 4)) / 2, "a": -np.exp(random.standard_normal(heads) + (2 if sharp else -2)),
+                  "dt_bias": random.standard_normal(heads), "out_norm": 1 + random.standard_normal(dim) / 5}
+        self.values = {name: array.astype(np.float32) for name, array in values.items()}
+        held = {name: self.backend.load([Tensor(name, F32, array.shape, array.view(np.uint8).reshape(len(array) if array.ndim == 2 else 1, -1))])
+                for name, array in self.values.items()}
+        self.layer = SimpleNamespace(**held, delta_index=0)
+        self.width = self.channels + heads * dim + 2 * heads
+        self.y = self.backend.empty((max_rows, self.width), "float32", "y")
+        self.out = self.backend.empty((max_rows, heads * dim), "float32", "out")
+
+    def rows(self, count: int, seed: int = 5) -> np.ndarray:
+        y = np.random.default_rng(seed).standard_normal((count, self.width)).astype(np.float32)
+        if self._sharp:
+            y[:, -2 * self.config.delta_value_heads:] *= 6
+            y[count // 2:count // 2 + 20] = y[count // 2]
+        return y
+
+    def prefill(self, y: np.ndarray, counts: tuple[int, ...]) -> np.ndarray:
+        """Rows y from position 0 on, in passes of `counts` rows."""
+        state = self.backend.allocate_state(self.config, 1, 1, "fp16", 1, 8, 16)
+        found, at = [], 0
+        for count in counts:
+            self.backend.device.upload(self.y.address, y[at:at + count])
+            self.backend.begin(make_batch("prefill", [[0] * count], [at], [0], [list(range(8))]), state)
+            self.backend.delta(self.y.rows(count), self.layer, self.out.rows(count))
+            found.append(self.backend.download(self.out.rows(count)))
+            at += count
+        return np.concatenate(found)
+
+    def expected(self, y: np.ndarray) -> np.ndarray:
+        heads, dim = self.config.delta_value_heads, self.config.delta_head_dim
+        window, state = np.zeros((3, self.channels), np.float32), np.zeros((heads, dim, dim), np.float32)
+        out, _ = reference.delta(y, window, state, *(self.values[name] for name in ("conv", "a", "dt_bias", "out_norm")), self.config)
+        return out.reshape(len(y), -1)
+
+
+def check_delta(bench: DeltaBench, count: int) -> float:
+    """`count` rows cold, resumed at multiples of 64, and in passes that meet no block: near the reference, the same bits where
+    they must be. Returns the largest relative error."""
+    y = bench.rows(count)
+    expected, cold = bench.expected(y), bench.prefill(y, (count,))
+    if not np.array_equal(cold, bench.prefill(y, (64, count - 64))):
+        raise AssertionError("a prefill resumed at 64 has other bits")
+    return max(relative_error(cold, expected), relative_error(bench.prefill(y, (5, 50, count - 55)), expected))
