@@ -75,7 +75,7 @@ class Card:
         return {1: 4, 4: 3, 8: 2, 16: 1}[item_rows]
 
 
-WARPGROUP_KINDS: frozenset[tuple[int, int]] = frozenset()
+WARPGROUP_KINDS: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 """Capabilities whose warpgroup matrix instructions are used."""
 
 

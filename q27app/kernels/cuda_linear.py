@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from q27app.errors import Q27Error
-from q27app.kernels import cuda_args
+from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_weights import (
     KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
 
-NARROW_TOKENS, ROW_PAD = 64, 8
 KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
@@ -31,57 +30,6 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
         raise Q27Error(f"{what}: the weight is not a row list for this stage.")
     if weight.shape[1] != width_in or weight.shape[0] != width_out:
         raise Q27Error(f"{what}: weight {list(weight.shape)}, expected [{width_out}, {width_in}].")
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """How a block of linear_tiles cuts out: weight tiles, tokens, threads. at_once: blocks on a multiprocessor. share: of the speed
-    that the largest blocks reach where they fill the card; it serves to choose."""
-
-    name: str
-    tiles: int
-    tokens: int
-    threads: int
-    at_once: int
-    share: float
-
-    def shared_bytes(self, card, kind: int) -> int:
-        """Dynamic shared memory (tiles_warp.cuh, tiles_warpgroup.cuh)."""
-        if not card.has_warpgroups:
-            return card.linear_tiles_defines()["TILE_STAGES"] * (self.tiles * UNIT_BYTES[kind] + self.tokens * (UNIT_COLS + ROW_PAD) * 2)
-        stage = self.tiles * UNIT_BYTES[kind] + self.tokens * UNIT_COLS * 2
-        return RING_START + min(MAX_STAGES, (SM_SHARED // self.at_once - 1024 - RING_START) // stage) * stage
-
-    def blocks(self, tiles: int, rows: int) -> int:
-        """Of a number type's tiles, segment by segment, and all rows."""
-        return -(-tiles // self.tiles) * -(-rows // self.tokens)
-
-
-RING_START, MAX_STAGES, SM_SHARED = 2048, 8, 228 * 1024
-
-
-def tile_shapes(card, stage: str) -> tuple[TileShape, ...]:
-    """The shapes that a stage's kernels were built for; which of them runs changes no bit."""
-    if not card.has_warpgroups:
-        return (TileShape("wide", 8, card.linear_tiles_defines()["WIDE_TOKENS"], 256, 1, 1.0), TileShape("narrow", 8, NARROW_TOKENS, 256, 1, 1.0))
-    alone = stage == "gate_up"
-    shapes = (TileShape("wide", 16, 128, 256, 1, 1.0), TileShape("narrow", 16, 64, 256, 2, 0.8),
-              TileShape("slim", 8, 64, 128 if alone else 256, 3 if alone else 2, 0.65), TileShape("few", 4, 64, 128, 4, 0.45),
-              TileShape("long", 8, 256, 256, 1, 0.95))
-    return shapes[:3] if alone else shapes
-
-
-def choose_shape(card, stage: str, segments, rows: int) -> TileShape:
-    """The shape whose last block ends first, by its area and the share of the full speed."""
-    shapes = tile_shapes(card, stage)
-    if not card.has_warpgroups:
-        return shapes[rows <= NARROW_TOKENS]
-
-    def cost(shape: TileShape) -> float:
-        blocks = sum(shape.blocks(segment.num_tiles, rows) for segment in segments)
-        return -(-blocks // max(1, card.num_sms)) * shape.tiles * shape.tokens / shape.share
-
-    return min(shapes, key=cost)
 
 
 class LinearStages:
@@ -161,19 +109,20 @@ class LinearStages:
         backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
             int(card.has_warpgroups), int(is_remainder)), dependent=False)
-        args = cuda_args.LinearTiles(weight.address, halves, inverse, out.address, weight.segment_args(), len(weight.segments), rows,
-                                     weight.units, weight.wrap, padded, out.shape[1], out_rows)
-        kinds = {segment.kind: sum(other.num_tiles for other in weight.segments if other.kind == segment.kind) for segment in weight.segments}
-        for index, kind in enumerate(sorted(kinds, key=lambda kind: (-kinds[kind], kind))):
-            segments = [segment for segment in weight.segments if segment.kind == kind]
-            shape = choose_shape(card, stage, segments, rows)
-            name, shared = f"linear_tiles_{stage}_{shape.name}_{KIND_NAMES[kind]}", shape.shared_bytes(card, kind)
-            blocks = sum(-(-segment.num_tiles // shape.tiles) for segment in segments)
-            grid = (-(-rows // shape.tokens), blocks)
+        kinds = {kind: tuple(segment for segment in weight.segments if segment.kind == kind) for kind in {s.kind for s in weight.segments}}
+        parts = [part for segments in kinds.values() for part in cuda_tiles.tile_plan(card, segments, rows)]
+        # those after the first may run beside it: they wait for nothing but its start
+        for index, part in enumerate(sorted(parts, key=lambda part: (-part.cost(card), part.segments[0].first_tile))):
+            shape, kind, first = part.shape, part.segments[0].kind, part.first_token
+            args = cuda_args.LinearTiles(weight.address, halves + 2 * padded * first, inverse + 4 * first, out.address + 4 * first * out.shape[1])
+            args.segments[:len(part.segments)] = [segment.args() for segment in part.segments]
+            args.num_segments, args.rows, args.units, args.wrap = len(part.segments), part.rows, weight.units, weight.wrap
+            args.x_stride, args.out_stride, args.out_rows = padded, out.shape[1], out_rows
+            grid = (part.token_blocks, part.tile_blocks)
             if card.has_warpgroups:
                 grid = (min(grid[0] * grid[1], shape.at_once * card.num_sms),)
-            # the launches after the first may run beside it: they wait for nothing but its start
-            backend.launch("linear_tiles", name, grid, shape.threads, shared, args, dependent=index > 0)
+            backend.launch("linear_tiles", f"linear_tiles_{stage}_{shape.name}_{KIND_NAMES[kind]}", grid, shape.threads,
+                           shape.shared_bytes(card, kind), args, dependent=index > 0)
 
     # rows in and out
 

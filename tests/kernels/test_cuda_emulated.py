@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from q27app.kernels import card as card_module, cuda_linear, reference
+from q27app.kernels import card as card_module, cuda_tiles, reference
 from q27app.kernels.batch import SamplingRows, in_flight
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
@@ -241,7 +240,7 @@ def test_chains_that_are_begun_ahead_equal_numpy_and_those_that_wait(device):
 
 @pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["warpgroups", "warps"])
 @pytest.mark.parametrize("rows", [3, 150])
-def test_every_shape_of_prefill_blocks_gives_the_same_bits(card, rows, monkeypatch):
+def test_every_cut_of_prefill_gives_the_same_bits(card, rows, monkeypatch):
     """A row's bits may depend on neither the rows beside it nor on how blocks are cut for them."""
     device = EmulatedDevice(card)
     backend = CudaBackend(device)
@@ -249,32 +248,30 @@ def test_every_shape_of_prefill_blocks_gives_the_same_bits(card, rows, monkeypat
     tensors = [cuda_checks.made_tensor(random, f"w{i}", rows_of, 448, dtype) for i, (rows_of, dtype) in enumerate(((50, Q4_G64), (300, Q4_G64), (20, F16)))]
     weight, values = backend.load(tensors), np.concatenate([tensor.values() for tensor in tensors])
     pair = backend.load([cuda_checks.made_tensor(random, name, 72, 448, Q4_G64) for name in ("gate", "up")])
+    norm = backend.load([cuda_checks.stored("norm", np.ones(448, np.float32), F32)])
     backend.empty((256, 448), "float32", "x")
     state = open_state(backend, 448)
     x, start = random.standard_normal((rows, 448)).astype(np.float32), random.standard_normal((rows, 370)).astype(np.float32)
+    names = [shape.name for shape in cuda_tiles.tile_shapes(card)]
     found = {}
-    for index, shape in enumerate(cuda_linear.tile_shapes(card, "add")):
-        def chosen(card, stage, segments, rows, index=index):
-            shapes = cuda_linear.tile_shapes(card, stage)
-            return shapes[min(index, len(shapes) - 1)]
+    for cut in (*names, "tokens", "tiles"):
+        def plan(card, segments, rows, cut=cut):
+            shapes = cuda_tiles.tile_shapes(card)
+            shape = shapes[min(names.index(cut) if cut in names else 1, len(shapes) - 1)]
+            head, tail = cuda_tiles.cut_segments(segments, 8)
+            if cut == "tokens" and rows > 64:
+                return cuda_tiles.TilePart(shapes[0], segments, 0, 64), cuda_tiles.TilePart(shape, segments, 64, rows - 64)
+            if cut == "tiles" and tail:
+                return cuda_tiles.TilePart(shape, head, 0, rows), cuda_tiles.TilePart(shapes[0], tail, 0, rows)
+            return (cuda_tiles.TilePart(shape, segments, 0, rows),)
 
-        monkeypatch.setattr(cuda_linear, "choose_shape", chosen)
+        monkeypatch.setattr(cuda_tiles, "tile_plan", plan)
         backend.begin(make_batch("prefill", [[0] * rows], [0], [0], [[0]]), state)
         out, gated = backend.upload(start), backend.upload(np.full((rows, 72), np.nan, np.float32))
         backend.add_linear(weight, backend.upload(x), out)
-        backend.gate_up(backend.load([cuda_checks.stored("norm", np.ones(448, np.float32), F32)]), pair, backend.upload(x), gated)
-        found[shape.name] = backend.download(out), backend.download(gated)
+        backend.gate_up(norm, pair, backend.upload(x), gated)
+        found[cut] = backend.download(out), backend.download(gated)
     assert cuda_checks.relative_error(found["wide"][0] - start, x @ values.T) < cuda_checks.TENSOR_CORE_TOLERANCE
-    for name, (sums, gated) in found.items():
-        assert np.array_equal(sums, found["wide"][0]) and np.array_equal(gated, found["wide"][1]), name
+    for cut, (sums, gated) in found.items():
+        assert np.array_equal(sums, found["wide"][0]) and np.array_equal(gated, found["wide"][1]), cut
     device.check_guards()
-
-
-def test_the_shape_of_prefill_blocks_fills_the_card():
-    """At the 27B's shapes on 132 multiprocessors."""
-    card = replace(CARD, num_sms=132)
-    segments = {rows: [SimpleNamespace(num_tiles=rows // 16)] for rows in (5120, 16384, 34816)}
-    chosen = {(stage, tokens): cuda_linear.choose_shape(card, stage, segments[rows], tokens).name
-              for stage, rows in (("add", 5120), ("plain", 16384), ("gate_up", 34816)) for tokens in (64, 2048)}
-    assert chosen == {("add", 64): "few", ("add", 2048): "wide", ("plain", 64): "slim", ("plain", 2048): "wide",
-                      ("gate_up", 64): "slim", ("gate_up", 2048): "wide"}

@@ -6,7 +6,8 @@
 
 constexpr int THREADS = 384, STAGES = 2, DIM_BLOCKS = HEAD_DIM / 64, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
 constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024, FEEDERS = 64;
-constexpr int FEED_REGISTERS = 80, ATTEND_REGISTERS = 208;   // of 512 that three warps share
+constexpr int FEED_REGISTERS = 80, ATTEND_REGISTERS = 208;   // of three times 168 at the launch
+static_assert(FEED_REGISTERS + 2 * ATTEND_REGISTERS <= 3 * (65536 / THREADS / 8 * 8), "or they wait for ever");
 static_assert(QUERIES == 128 && (!TURNED_VALUES || HEAD_DIM % BLOCK_DIMS == 0), "two warpgroups of 64 rows");
 
 // Barriers, then queries [2], keys [STAGES], values [STAGES], each a tile.

@@ -22,15 +22,18 @@ struct LinearTiles {
   int num_segments, rows, units, wrap, x_stride, out_stride, out_rows;
 };
 
-// A warp's sums of M tiles from `tile` on and of N groups of 8 tokens from `first_token` on, laid out as mma_f16's -> out.
+// A warp's sums of M tiles from `tile` on and of N groups of 8 tokens from `first_token` on, laid out as mma_f16's -> out. Rows g and
+// g + 8 of a tile of gates and ups are the gate and the up of one row (decode_half_pair).
 // What is added to is read AT_ONCE groups ahead: otherwise every sum would wait for memory by itself.
 template <int EPILOGUE, int AT_ONCE, int M, int N>
 __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& segment, int tile, int first_token, float (&acc)[M][N][4]) {
   constexpr bool PAIRED = EPILOGUE == GATE_UP;
+  constexpr int STEP = PAIRED ? 8 : 16, ROWS = PAIRED ? 1 : 2;   // rows of out from a tile to the next, and of this thread in a tile
   const int lane = threadIdx.x % 32, g = lane >> 2, q = lane & 3;
-  const int row = (PAIRED ? tile / 2 : tile - segment.first_tile) * TILE_ROWS + g, end = PAIRED ? p.out_rows : segment.num_rows;
+  const int row = (PAIRED ? tile : tile - segment.first_tile) * STEP + g;
+  const int end = PAIRED ? min(p.out_rows, (segment.first_tile + segment.num_tiles) * STEP) : segment.num_rows;
   float* out = p.out + (PAIRED ? 0 : segment.first_row) + row;
-  static_assert(N % AT_ONCE == 0 && (!PAIRED || M % 2 == 0), "whole groups, whole pairs");
+  static_assert(N % AT_ONCE == 0, "whole groups");
 #pragma unroll
   for (int first = 0; first < N; first += AT_ONCE) {
     float old[AT_ONCE][2][M][2];
@@ -56,12 +59,12 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
         float* target = out + (long long)token * p.out_stride;
         const float inverse = p.inverse[token];
 #pragma unroll
-        for (int m = 0; m < M; m += PAIRED ? 2 : 1)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-          for (int upper = 0; upper < 2; ++upper) {
-            const int i = (PAIRED ? m / 2 : m) * 16 + 8 * upper;
+          for (int upper = 0; upper < ROWS; ++upper) {
+            const int i = STEP * m + 8 * upper;
             float value = __fmul_rn(acc[m][first + n][2 * upper + j], inverse);
-            if constexpr (PAIRED) value = __fmul_rn(silu(value), __fmul_rn(acc[m + 1][first + n][2 * upper + j], inverse));
+            if constexpr (PAIRED) value = __fmul_rn(silu(value), __fmul_rn(acc[m][first + n][2 + j], inverse));
             if constexpr (EPILOGUE == ADD) value = __fadd_rn(old[n][j][m][upper], value);
             if (row + i < end) target[i] = value;
           }
@@ -72,49 +75,46 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
 #if WARPGROUPS
 #include "tiles_warpgroup.cuh"
 #define LINEAR_TILES(NAME, KIND, EPILOGUE, SHAPE)                                                                        \
-  extern "C" __global__ void __launch_bounds__(Shape<EPILOGUE, SHAPE>::THREADS, Shape<EPILOGUE, SHAPE>::BLOCKS_AT_ONCE)  \
+  extern "C" __global__ void __launch_bounds__(Shape<SHAPE>::THREADS, Shape<SHAPE>::BLOCKS_AT_ONCE)                      \
       NAME(const __grid_constant__ LinearTiles p) {                                                                      \
     linear_tiles<KIND, EPILOGUE, SHAPE>(p);                                                                              \
   }
 LINEAR_TILES(linear_tiles_plain_wide_f16, KIND_F16, STORE, WIDE)
-LINEAR_TILES(linear_tiles_plain_narrow_f16, KIND_F16, STORE, NARROW)
+LINEAR_TILES(linear_tiles_plain_medium_f16, KIND_F16, STORE, MEDIUM)
 LINEAR_TILES(linear_tiles_plain_slim_f16, KIND_F16, STORE, SLIM)
-LINEAR_TILES(linear_tiles_plain_long_f16, KIND_F16, STORE, LONG)
 LINEAR_TILES(linear_tiles_plain_few_f16, KIND_F16, STORE, FEW)
 LINEAR_TILES(linear_tiles_add_wide_f16, KIND_F16, ADD, WIDE)
-LINEAR_TILES(linear_tiles_add_narrow_f16, KIND_F16, ADD, NARROW)
+LINEAR_TILES(linear_tiles_add_medium_f16, KIND_F16, ADD, MEDIUM)
 LINEAR_TILES(linear_tiles_add_slim_f16, KIND_F16, ADD, SLIM)
-LINEAR_TILES(linear_tiles_add_long_f16, KIND_F16, ADD, LONG)
 LINEAR_TILES(linear_tiles_add_few_f16, KIND_F16, ADD, FEW)
 LINEAR_TILES(linear_tiles_gate_up_wide_f16, KIND_F16, GATE_UP, WIDE)
-LINEAR_TILES(linear_tiles_gate_up_narrow_f16, KIND_F16, GATE_UP, NARROW)
+LINEAR_TILES(linear_tiles_gate_up_medium_f16, KIND_F16, GATE_UP, MEDIUM)
 LINEAR_TILES(linear_tiles_gate_up_slim_f16, KIND_F16, GATE_UP, SLIM)
+LINEAR_TILES(linear_tiles_gate_up_few_f16, KIND_F16, GATE_UP, FEW)
 LINEAR_TILES(linear_tiles_plain_wide_q8, KIND_Q8, STORE, WIDE)
-LINEAR_TILES(linear_tiles_plain_narrow_q8, KIND_Q8, STORE, NARROW)
+LINEAR_TILES(linear_tiles_plain_medium_q8, KIND_Q8, STORE, MEDIUM)
 LINEAR_TILES(linear_tiles_plain_slim_q8, KIND_Q8, STORE, SLIM)
-LINEAR_TILES(linear_tiles_plain_long_q8, KIND_Q8, STORE, LONG)
 LINEAR_TILES(linear_tiles_plain_few_q8, KIND_Q8, STORE, FEW)
 LINEAR_TILES(linear_tiles_add_wide_q8, KIND_Q8, ADD, WIDE)
-LINEAR_TILES(linear_tiles_add_narrow_q8, KIND_Q8, ADD, NARROW)
+LINEAR_TILES(linear_tiles_add_medium_q8, KIND_Q8, ADD, MEDIUM)
 LINEAR_TILES(linear_tiles_add_slim_q8, KIND_Q8, ADD, SLIM)
-LINEAR_TILES(linear_tiles_add_long_q8, KIND_Q8, ADD, LONG)
 LINEAR_TILES(linear_tiles_add_few_q8, KIND_Q8, ADD, FEW)
 LINEAR_TILES(linear_tiles_gate_up_wide_q8, KIND_Q8, GATE_UP, WIDE)
-LINEAR_TILES(linear_tiles_gate_up_narrow_q8, KIND_Q8, GATE_UP, NARROW)
+LINEAR_TILES(linear_tiles_gate_up_medium_q8, KIND_Q8, GATE_UP, MEDIUM)
 LINEAR_TILES(linear_tiles_gate_up_slim_q8, KIND_Q8, GATE_UP, SLIM)
+LINEAR_TILES(linear_tiles_gate_up_few_q8, KIND_Q8, GATE_UP, FEW)
 LINEAR_TILES(linear_tiles_plain_wide_q4, KIND_Q4, STORE, WIDE)
-LINEAR_TILES(linear_tiles_plain_narrow_q4, KIND_Q4, STORE, NARROW)
+LINEAR_TILES(linear_tiles_plain_medium_q4, KIND_Q4, STORE, MEDIUM)
 LINEAR_TILES(linear_tiles_plain_slim_q4, KIND_Q4, STORE, SLIM)
-LINEAR_TILES(linear_tiles_plain_long_q4, KIND_Q4, STORE, LONG)
 LINEAR_TILES(linear_tiles_plain_few_q4, KIND_Q4, STORE, FEW)
 LINEAR_TILES(linear_tiles_add_wide_q4, KIND_Q4, ADD, WIDE)
-LINEAR_TILES(linear_tiles_add_narrow_q4, KIND_Q4, ADD, NARROW)
+LINEAR_TILES(linear_tiles_add_medium_q4, KIND_Q4, ADD, MEDIUM)
 LINEAR_TILES(linear_tiles_add_slim_q4, KIND_Q4, ADD, SLIM)
-LINEAR_TILES(linear_tiles_add_long_q4, KIND_Q4, ADD, LONG)
 LINEAR_TILES(linear_tiles_add_few_q4, KIND_Q4, ADD, FEW)
 LINEAR_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, WIDE)
-LINEAR_TILES(linear_tiles_gate_up_narrow_q4, KIND_Q4, GATE_UP, NARROW)
+LINEAR_TILES(linear_tiles_gate_up_medium_q4, KIND_Q4, GATE_UP, MEDIUM)
 LINEAR_TILES(linear_tiles_gate_up_slim_q4, KIND_Q4, GATE_UP, SLIM)
+LINEAR_TILES(linear_tiles_gate_up_few_q4, KIND_Q4, GATE_UP, FEW)
 #else
 #include "tiles_warp.cuh"
 #define WARP_TILES(NAME, KIND, EPILOGUE, TOKENS, TILES_ASIDE)                                     \

@@ -94,6 +94,25 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
   }
 }
 
+// Eight 4-bit codes of two rows -> two fragments as fp16 weights. low, high: the rows g and g + 8 of the fragment, scales alike.
+__device__ __forceinline__ void decode_q4(uint32_t low, uint32_t high, uint32_t scale_low, uint32_t scale_high, uint32_t (&a)[2][4]) {
+  constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u, MAGIC = 0x64006400u;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = (i & 1 ? high : low) >> (i < 2 ? 0 : 8), scale = i & 1 ? scale_high : scale_low;
+    a[0][i] = half2_mul(half2_sub((word & LOW) | MAGIC, 0x64086408u), scale);            // 1024 + code - 1032
+    a[1][i] = half2_mul(half2_fma((word & HIGH) | MAGIC, 0x2c002c00u, 0xd480d480u), scale);  // (1024 + 16 code) / 16 - 72
+  }
+}
+// Four bytes of two rows -> a fragment.
+__device__ __forceinline__ void decode_q8(uint32_t low, uint32_t high, uint32_t scale_low, uint32_t scale_high, uint32_t (&a)[4]) {
+  constexpr uint32_t MAGIC = 0x64646464u, OFFSET = 0x64806480u;                        // 1024 + code + 128 - 1152
+  a[0] = half2_mul(half2_sub(__byte_perm(low, MAGIC, 0x4140), OFFSET), scale_low);
+  a[1] = half2_mul(half2_sub(__byte_perm(high, MAGIC, 0x4140), OFFSET), scale_high);
+  a[2] = half2_mul(half2_sub(__byte_perm(low, MAGIC, 0x4342), OFFSET), scale_low);
+  a[3] = half2_mul(half2_sub(__byte_perm(high, MAGIC, 0x4342), OFFSET), scale_high);
+}
+
 // Fragments of half a unit (columns 16 q + 8 half .. + 7 of each lane) as fp16 weights, scale applied: a[step][0..3].
 template <int KIND>
 __device__ __forceinline__ void decode_half_unit(const unsigned char* unit, int lane, int half, uint32_t (&a)[2][4]) {
@@ -108,24 +127,34 @@ __device__ __forceinline__ void decode_half_unit(const unsigned char* unit, int 
     const uint32_t low = __byte_perm(scales, 0, 0x1010), high = __byte_perm(scales, 0, 0x3232);
     if constexpr (KIND == KIND_Q4) {
       const uint2 w = *reinterpret_cast<const uint2*>(unit + lane * 16 + half * 8);
-      constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u, MAGIC = 0x64006400u;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t word = (i & 1 ? w.y : w.x) >> (i < 2 ? 0 : 8), scale = i & 1 ? high : low;
-        a[0][i] = half2_mul(half2_sub((word & LOW) | MAGIC, 0x64086408u), scale);            // 1024 + code - 1032
-        a[1][i] = half2_mul(half2_fma((word & HIGH) | MAGIC, 0x2c002c00u, 0xd480d480u), scale);  // (1024 + 16 code) / 16 - 72
-      }
+      decode_q4(w.x, w.y, low, high, a);
     } else {
       const uint4 w = *reinterpret_cast<const uint4*>(unit + half * 512 + lane * 16);
+      decode_q8(w.x, w.y, low, high, a[0]), decode_q8(w.z, w.w, low, high, a[1]);
+    }
+  }
+}
+
+// The same of two units: fragment rows g are the first one's rows 8 upper + g, fragment rows g + 8 those of the second, so that
+// what belongs together, a gate and its up, lies in one thread's sums.
+template <int KIND>
+__device__ __forceinline__ void decode_half_pair(const unsigned char* first, const unsigned char* second, int lane, int upper, int half,
+                                                 uint32_t (&a)[2][4]) {
+  const auto word = [&](const unsigned char* unit, int at) { return *reinterpret_cast<const uint32_t*>(unit + at + lane * 16 + 4 * upper); };
+  if constexpr (KIND == KIND_F16) {
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const uint32_t row_low = s ? w.z : w.x, row_high = s ? w.w : w.y;
-        constexpr uint32_t MAGIC = 0x64646464u, OFFSET = 0x64806480u;                        // 1024 + code + 128 - 1152
-        a[s][0] = half2_mul(half2_sub(__byte_perm(row_low, MAGIC, 0x4140), OFFSET), low);
-        a[s][1] = half2_mul(half2_sub(__byte_perm(row_high, MAGIC, 0x4140), OFFSET), high);
-        a[s][2] = half2_mul(half2_sub(__byte_perm(row_low, MAGIC, 0x4342), OFFSET), low);
-        a[s][3] = half2_mul(half2_sub(__byte_perm(row_high, MAGIC, 0x4342), OFFSET), high);
-      }
+    for (int s = 0; s < 2; ++s) {
+      const int at = (2 * half + s) * 512;
+      a[s][0] = word(first, at), a[s][1] = word(second, at), a[s][2] = word(first, at + 8), a[s][3] = word(second, at + 8);
+    }
+  } else {
+    const int at = Unit<KIND>::DATA + (lane >> 2) * 4 + 2 * upper;
+    const uint32_t low = *reinterpret_cast<const uint16_t*>(first + at) * 0x10001u, high = *reinterpret_cast<const uint16_t*>(second + at) * 0x10001u;
+    if constexpr (KIND == KIND_Q4) {
+      decode_q4(word(first, 8 * half), word(second, 8 * half), low, high, a);
+    } else {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) decode_q8(word(first, 512 * half + 8 * s), word(second, 512 * half + 8 * s), low, high, a[s]);
     }
   }
 }

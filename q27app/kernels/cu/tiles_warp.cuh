@@ -60,7 +60,12 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         uint32_t a[2][4];
-        decode_half_unit<KIND>(stage + (warp_tile + m) * Unit<KIND>::BYTES, lane, half, a);
+        if constexpr (EPILOGUE == GATE_UP) {
+          const unsigned char* pair = stage + (warp_tile + m / 2 * 2) * Unit<KIND>::BYTES;
+          decode_half_pair<KIND>(pair, pair + Unit<KIND>::BYTES, lane, m % 2, half, a);
+        } else {
+          decode_half_unit<KIND>(stage + (warp_tile + m) * Unit<KIND>::BYTES, lane, half, a);
+        }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           mma_f16(acc[m][n], a[0][0], a[0][1], a[0][2], a[0][3], b[n].x, b[n].y);

@@ -1,36 +1,37 @@
-// linear_tiles by warpgroups (compute capability 9.0). A block takes one piece of out after another: WARPGROUPS_OF x 4 warps,
-// each with TILES_OF weight tiles and TOKENS tokens. Weights are decoded into registers while the tensor cores multiply the
-// half unit before; activations go from shared memory. A warp copies its own tiles, the first ones the activations too, ahead of
-// the multiplication and over the border of two pieces.
+// linear_tiles by warpgroups (compute capability 9.0). A block takes one piece of out after another: one or two warpgroups, a
+// weight tile a warp, and one that copies ahead of them, over the border of two pieces too. Weights are decoded into registers
+// while the tensor cores multiply the unit before; activations go from shared memory.
 //
 // x lies in blocks [row / 64][unit][row % 64][64 halves]: 128 bytes a row of a block, the columns in the order of the fragments
-// (halve_position), the 16-byte pieces swizzled by row % 8: a block is copied as it lies.
+// (put_halves in rows.cu), the 16-byte pieces swizzled by row % 8: a block is copied as it lies.
 #pragma once
 #include "quant.cuh"
 #include "warpgroup.cuh"
 
 constexpr int ROW_BLOCK = 64, ROW_BLOCK_BYTES = ROW_BLOCK * UNIT_COLS * 2, ALIGNED = 1024, RING_START = 2 * ALIGNED, MAX_STAGES = 8;
 constexpr int SM_SHARED = 228 * 1024, BLOCK_SHARED = 1024;   // of a multiprocessor, and what a block takes of it beside its own
+constexpr int COPIERS = 4;                                   // warps, the first of a block
 
-// SHAPE: cuda_linear.SHAPES. A gate and its up tile stay in one warp.
-enum { WIDE = 0, NARROW = 1, SLIM = 2, FEW = 3, LONG = 4 };
-template <int EPILOGUE, int SHAPE> struct Shape {
-  static constexpr int TOKENS = SHAPE == LONG ? 256 : SHAPE == WIDE ? 128 : 64;
-  static constexpr int WARPGROUPS_OF = SHAPE == FEW || SHAPE == SLIM && EPILOGUE == GATE_UP ? 1 : 2;
-  static constexpr int TILES_OF = SHAPE == FEW || SHAPE == LONG || SHAPE == SLIM && EPILOGUE != GATE_UP ? 1 : 2;
-  static constexpr int BLOCKS_AT_ONCE = SHAPE == WIDE || SHAPE == LONG ? 1 : SHAPE == NARROW ? 2 : SHAPE == SLIM ? WARPGROUPS_OF == 1 ? 3 : 2 : 4;
-  static constexpr int AT_ONCE = TILES_OF == 2 && SHAPE != WIDE ? 1 : 4;   // of put_sums
-  static constexpr int WARPS = 4 * WARPGROUPS_OF, TILES = WARPS * TILES_OF, THREADS = 32 * WARPS;
+// SHAPE: cuda_tiles.tile_shapes.
+enum { WIDE = 0, MEDIUM = 1, SLIM = 2, FEW = 3 };
+template <int SHAPE> struct Shape {
+  static constexpr int TOKENS = SHAPE == WIDE ? 256 : SHAPE == MEDIUM ? 128 : 64, TILES = SHAPE == FEW ? 4 : 8;
+  static constexpr int BLOCKS_AT_ONCE = SHAPE == SLIM ? 2 : SHAPE == FEW ? 3 : 1, THREADS = 32 * (COPIERS + TILES);
+  // Registers of a thread. What a block has is shared out at its launch: what multiplying warps take, copying ones must have given.
+  static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * BLOCKS_AT_ONCE) / 8 * 8, COPY_REGISTERS = BLOCKS_AT_ONCE > 1 ? 32 : 40;
+  static constexpr int MULTIPLY_REGISTERS = SHAPE == SLIM ? 104 : SHAPE == FEW ? 128 : 232;
+  static constexpr int PARTS = SHAPE == SLIM ? 2 : 1;   // of a unit, multiplied one at a time: fewer registers
+  static_assert(COPIERS * COPY_REGISTERS + TILES * MULTIPLY_REGISTERS <= (COPIERS + TILES) * LAUNCH_REGISTERS, "or they wait for ever");
+  static constexpr int AT_ONCE = SHAPE == MEDIUM ? 8 : SHAPE == SLIM ? 2 : 4;   // of put_sums
 };
 
 template <int KIND, class S> struct Ring {
   static constexpr int BLOCKS = S::TOKENS / ROW_BLOCK, ROWS = BLOCKS * ROW_BLOCK_BYTES, WEIGHTS = S::TILES * Unit<KIND>::BYTES;
   static constexpr int FITTING = (SM_SHARED / S::BLOCKS_AT_ONCE - BLOCK_SHARED - RING_START) / (ROWS + WEIGHTS);
   static constexpr int STAGES = FITTING < MAX_STAGES ? FITTING : MAX_STAGES;
-  static constexpr int LAG = STAGES > 3 ? 2 : 1;   // units between the one that is multiplied and the one whose place is filled
-  static_assert(STAGES > LAG && BLOCKS <= S::WARPS && 16 * STAGES <= ALIGNED, "a ring, and a warp a block of rows");
+  static_assert(STAGES > 1 && BLOCKS <= COPIERS && 16 * STAGES <= ALIGNED, "a ring, and a warp a block of rows");
   unsigned char* shared;           // full [STAGES], free [STAGES], at ALIGNED rows [STAGES][ROWS], then weights [STAGES][WEIGHTS]
-  int stage, phase;
+  int stage = 0, phase = 0;
 
   __device__ __forceinline__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(shared) + stage; }
   __device__ __forceinline__ uint64_t* free() const { return reinterpret_cast<uint64_t*>(shared) + STAGES + stage; }
@@ -71,103 +72,128 @@ template <int KIND, class S> __device__ __forceinline__ bool find_piece(const Li
   return false;
 }
 
-// What a warp copies, by one lane: its tiles, and a block of rows if it is one of the first.
-template <int KIND, class S> struct Feed {
+// One thread of each copying warp: every COPIERS-th tile, and a block of rows.
+template <int KIND, class S> __device__ __forceinline__ void copy_pieces(const LinearTiles& p, Ring<KIND, S> ring) {
   using R = Ring<KIND, S>;
-  R ring;
-  int index, unit;                   // unit: -1 where no piece is left
-  unsigned weights, second, rows;    // bytes to the first tile, from it to the second, to the block of rows; at unit 0
-
-  __device__ __forceinline__ void begin_piece(const LinearTiles& p, int next) {
-    const int warp = threadIdx.x / 32;
-    Piece piece;
-    index = next, unit = find_piece<KIND, S>(p, index, piece) ? 0 : -1;
-    if (unit < 0) return;
+  constexpr int TILES = S::TILES / COPIERS, BYTES = Unit<KIND>::BYTES;
+  const int warp = threadIdx.x / 32;
+  Piece piece;
+  for (int index = blockIdx.x; find_piece<KIND, S>(p, index, piece); index += gridDim.x) {
     const Segment& segment = *piece.segment;
-    const int end = segment.first_tile + segment.num_tiles - 1, tile = min(piece.first_tile + warp * S::TILES_OF, end);
-    const int block = min(piece.token / ROW_BLOCK + warp, (p.rows + ROW_BLOCK - 1) / ROW_BLOCK - 1);
-    weights = (unsigned)segment.offset + (unsigned)(tile - segment.first_tile) * segment.tile_bytes;
-    second = tile < end ? segment.tile_bytes : 0;
-    rows = (unsigned)block * (p.x_stride / UNIT_COLS) * ROW_BLOCK_BYTES;
-  }
-  // A unit into the next stage, once nobody reads it.
-  __device__ __forceinline__ void copy_unit(const LinearTiles& p) {
-    const int warp = threadIdx.x / 32;
-    if (unit < 0) return;
-    if (threadIdx.x % 32 == 0) {
-      arrival_wait(ring.free(), ring.phase ^ 1);
-      arrival_announce(ring.full(), S::TILES_OF * Unit<KIND>::BYTES + (warp < R::BLOCKS ? ROW_BLOCK_BYTES : 0));
+    const unsigned char* weights[TILES];
 #pragma unroll
-      for (int m = 0; m < S::TILES_OF; ++m)
-        copy_whole(ring.weights() + (warp * S::TILES_OF + m) * Unit<KIND>::BYTES, p.weights + (weights + m * second + unit * Unit<KIND>::BYTES),
-                   Unit<KIND>::BYTES, ring.full());
-      if (warp < R::BLOCKS) {
-        const int column = p.wrap && unit >= p.wrap ? unit - p.wrap : unit;
-        copy_whole(ring.rows() + warp * ROW_BLOCK_BYTES, reinterpret_cast<const unsigned char*>(p.x) + (rows + column * ROW_BLOCK_BYTES),
-                   ROW_BLOCK_BYTES, ring.full());
-      }
+    for (int i = 0; i < TILES; ++i) {
+      const int tile = min(piece.first_tile - segment.first_tile + warp + i * COPIERS, segment.num_tiles - 1);
+      weights[i] = p.weights + segment.offset + (long long)tile * segment.tile_bytes;
     }
+    const int block = min(piece.token / ROW_BLOCK + warp, (p.rows + ROW_BLOCK - 1) / ROW_BLOCK - 1);
+    const unsigned char* rows = reinterpret_cast<const unsigned char*>(p.x) + (long long)block * (p.x_stride / UNIT_COLS) * ROW_BLOCK_BYTES;
+#pragma unroll 1
+    for (int unit = 0; unit < p.units; ++unit, ring.next()) {
+      arrival_wait(ring.free(), ring.phase ^ 1);
+      arrival_announce(ring.full(), TILES * BYTES + (warp < R::BLOCKS ? ROW_BLOCK_BYTES : 0));
+      const int column = p.wrap && unit >= p.wrap ? unit - p.wrap : unit;
+      if (warp < R::BLOCKS)
+        copy_whole(ring.rows() + warp * ROW_BLOCK_BYTES, rows + (long long)column * ROW_BLOCK_BYTES, ROW_BLOCK_BYTES, ring.full());
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+        copy_whole(ring.weights() + (warp + i * COPIERS) * BYTES, weights[i] + (long long)unit * BYTES, BYTES, ring.full());
+    }
+  }
+}
+
+// A warp's fragments of half a unit.
+template <int KIND, int EPILOGUE> __device__ __forceinline__ void decode_half(const unsigned char* weights, int warp, int half, uint32_t (&a)[2][4]) {
+  constexpr int BYTES = Unit<KIND>::BYTES;
+  const int lane = threadIdx.x % 32;
+  if constexpr (EPILOGUE == GATE_UP) decode_half_pair<KIND>(weights + warp / 2 * 2 * BYTES, weights + (warp / 2 * 2 + 1) * BYTES, lane, warp % 2, half, a);
+  else decode_half_unit<KIND>(weights + warp * BYTES, lane, half, a);
+}
+
+// A part of a unit is multiplied while the next one is decoded.
+template <int KIND, int EPILOGUE, class S> struct Multiplier {
+  static constexpr int N = S::TOKENS / 8, HALVES = 2 / S::PARTS;
+  Ring<KIND, S> ring;
+  uint64_t* behind;   // of the unit whose place is free once what was begun before is done
+  int warp;
+
+  __device__ __forceinline__ void part(float (&acc)[1][N][4], uint32_t (&a)[HALVES][2][4], int first) {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) decode_half<KIND, EPILOGUE>(ring.weights(), warp, first + half, a[half]);
+    warpgroup_begin();
+#pragma unroll
+    for (int step = 0; step < 2 * HALVES; ++step) warpgroup_mma(acc[0], a[step / 2][step % 2], ring.rows(), 2 * first + step);
+    warpgroup_commit();
+    warpgroup_wait<1>();   // the part before is done
+  }
+  __device__ __forceinline__ void release() {
+    if (behind && threadIdx.x % 32 == 0) arrive(behind);
+  }
+  __device__ __forceinline__ void whole(float (&acc)[1][N][4], uint32_t (&a)[HALVES][2][4]) {
+    arrival_wait(ring.full(), ring.phase);
+    part(acc, a, 0);
+    release();
+    behind = ring.free();
     ring.next();
-    if (++unit == p.units) begin_piece(p, index + gridDim.x);
+  }
+  __device__ __forceinline__ void halves(float (&acc)[1][N][4], uint32_t (&low)[HALVES][2][4], uint32_t (&high)[HALVES][2][4]) {
+    arrival_wait(ring.full(), ring.phase);
+    part(acc, low, 0);
+    release();
+    part(acc, high, 1);
+    behind = ring.free();
+    ring.next();
+  }
+  __device__ __forceinline__ void all(float (&acc)[1][N][4], int units) {
+    uint32_t one[HALVES][2][4], other[HALVES][2][4];
+    behind = nullptr;
+    if constexpr (S::PARTS == 2) {
+#pragma unroll 1
+      for (int unit = 0; unit < units; ++unit) halves(acc, one, other);
+    } else {
+#pragma unroll 1
+      for (int unit = 1; unit < units; unit += 2) whole(acc, one), whole(acc, other);
+      if (units % 2) whole(acc, one);
+    }
+    warpgroup_wait<0>();
+    release();
+    warpgroup_settle(acc[0]);
   }
 };
 
-template <int KIND, int EPILOGUE, class S> __device__ __forceinline__ void multiply_pieces(const LinearTiles& p, Ring<KIND, S> ring, Feed<KIND, S>& feed) {
-  constexpr int M = S::TILES_OF, N = S::TOKENS / 8;
-  const int lane = threadIdx.x % 32, warp_weights = threadIdx.x / 32 * M * Unit<KIND>::BYTES;
+template <int KIND, int EPILOGUE, class S> __device__ __forceinline__ void multiply_pieces(const LinearTiles& p, Ring<KIND, S> ring) {
+  Multiplier<KIND, EPILOGUE, S> multiplier = {ring, nullptr, (int)threadIdx.x / 32 - COPIERS};
   Piece piece;
   for (int index = blockIdx.x; find_piece<KIND, S>(p, index, piece); index += gridDim.x) {
-    float acc[M][N][4];
+    float acc[1][S::TOKENS / 8][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < N; ++n) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.0f;
-    uint32_t low[M][2][4], high[M][2][4];   // of the two halves of a unit: one is multiplied while the other is decoded
-    const auto half_unit = [&](int half, uint32_t (&a)[M][2][4]) {
-#pragma unroll
-      for (int m = 0; m < M; ++m) decode_half_unit<KIND>(ring.weights() + warp_weights + m * Unit<KIND>::BYTES, lane, half, a[m]);
-      warpgroup_begin();
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int m = 0; m < M; ++m) warpgroup_mma(acc[m], a[m][step], ring.rows(), 2 * half + step);
-      warpgroup_commit();
-      warpgroup_wait<1>();   // the half before is done
-    };
-    uint64_t* behind = nullptr;
-#pragma unroll 1
-    for (int unit = 0; unit < p.units; ++unit, ring.next()) {
-      arrival_wait(ring.full(), ring.phase);
-      half_unit(0, low);
-      if (behind && lane == 0) arrive(behind);
-      behind = ring.free();
-      feed.copy_unit(p);
-      half_unit(1, high);
-    }
-    warpgroup_wait<0>();
-    if (lane == 0) arrive(behind);
-#pragma unroll
-    for (int m = 0; m < M; ++m) warpgroup_settle(acc[m]);
-    put_sums<EPILOGUE, S::AT_ONCE>(p, *piece.segment, piece.first_tile + threadIdx.x / 32 * M, piece.token, acc);
+    for (int n = 0; n < S::TOKENS / 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.0f;
+    multiplier.all(acc, p.units);
+    put_sums<EPILOGUE, S::AT_ONCE>(p, *piece.segment, piece.first_tile + multiplier.warp, piece.token, acc);
   }
 }
 
 template <int KIND, int EPILOGUE, int SHAPE> __device__ __forceinline__ void linear_tiles(const LinearTiles& p) {
   SHARED_BYTES(dynamic);
-  using S = Shape<EPILOGUE, SHAPE>;
+  using S = Shape<SHAPE>;
   using R = Ring<KIND, S>;
   allow_next();
-  R ring = {dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED, 0, 0};
+  R ring = {dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < R::STAGES; ++i, ring.next()) arrival_init(ring.full(), S::WARPS), arrival_init(ring.free(), S::WARPS);
-    ring.stage = ring.phase = 0;
+    for (int i = 0; i < R::STAGES; ++i) {
+      ring.stage = i;
+      arrival_init(ring.full(), COPIERS), arrival_init(ring.free(), S::TILES);
+    }
     arrival_publish();
   }
   __syncthreads();
-  Feed<KIND, S> feed = {ring};
-  feed.begin_piece(p, blockIdx.x);
-#pragma unroll 1
-  for (int i = 0; i < R::STAGES - R::LAG; ++i) feed.copy_unit(p);
-  multiply_pieces<KIND, EPILOGUE, S>(p, ring, feed);
+  ring.stage = 0;
+  if (threadIdx.x < 32 * COPIERS) {
+    give_registers<S::COPY_REGISTERS>();
+    if (threadIdx.x % 32 == 0) copy_pieces<KIND, S>(p, ring);
+  } else {
+    take_registers<S::MULTIPLY_REGISTERS>();
+    multiply_pieces<KIND, EPILOGUE, S>(p, ring);
+  }
   wait_for_earlier();   // another type's launch may still be running; whoever follows waits for this one
 }

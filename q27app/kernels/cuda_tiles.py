@@ -1,0 +1,112 @@
+"""How prefill's matrix products are cut for a card: shapes of blocks, and the parts of out that each of them takes.
+
+No choice made here changes a bit of the result (linear_tiles.cu): it is about how many blocks a card has for its last wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from q27app.kernels.card import Card
+from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_BYTES, UNIT_COLS, Segment
+
+NARROW_TOKENS, ROW_PAD = 64, 8
+RING_START, MAX_STAGES, SM_SHARED, BLOCK_SHARED = 2048, 8, 228 * 1024, 1024
+"""As in tiles_warpgroup.cuh."""
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a block of linear_tiles cuts out: weight tiles, tokens, threads. at_once: blocks on a multiprocessor. share: of the speed
+    that the largest blocks reach where they fill the card; it serves to choose."""
+
+    name: str
+    tiles: int
+    tokens: int
+    threads: int
+    at_once: int
+    share: float
+
+    def shared_bytes(self, card: Card, kind: int) -> int:
+        """Dynamic shared memory (tiles_warp.cuh, tiles_warpgroup.cuh)."""
+        if not card.has_warpgroups:
+            return card.linear_tiles_defines()["TILE_STAGES"] * (self.tiles * UNIT_BYTES[kind] + self.tokens * (UNIT_COLS + ROW_PAD) * 2)
+        stage = self.tiles * UNIT_BYTES[kind] + self.tokens * UNIT_COLS * 2
+        return RING_START + min(MAX_STAGES, (SM_SHARED // self.at_once - BLOCK_SHARED - RING_START) // stage) * stage
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """What one launch computes: these rows of the matrix for `rows` tokens from `first_token`, a multiple of 64, on."""
+
+    shape: TileShape
+    segments: tuple[Segment, ...]
+    first_token: int
+    rows: int
+
+    @property
+    def tile_blocks(self) -> int:
+        return sum(-(-segment.num_tiles // self.shape.tiles) for segment in self.segments)
+
+    @property
+    def token_blocks(self) -> int:
+        return -(-self.rows // self.shape.tokens)
+
+    def cost(self, card: Card) -> float:
+        """Time, in blocks of one tile and one token that a multiprocessor does one after the other at full speed."""
+        waves = -(-self.tile_blocks * self.token_blocks // max(1, card.num_sms))
+        return waves * self.shape.tiles * self.shape.tokens / self.shape.share
+
+
+LAUNCH_COST = 100.0
+"""Of one more launch."""
+
+
+def tile_shapes(card: Card) -> tuple[TileShape, ...]:
+    """The shapes that kernels are built for, the one for long prompts first."""
+    if not card.has_warpgroups:
+        return (TileShape("wide", 8, card.linear_tiles_defines()["WIDE_TOKENS"], 256, 1, 1.0), TileShape("narrow", 8, NARROW_TOKENS, 256, 1, 1.0))
+    return (TileShape("wide", 8, 256, 384, 1, 1.0), TileShape("medium", 8, 128, 384, 1, 0.8), TileShape("slim", 8, 64, 384, 2, 0.65),
+            TileShape("few", 4, 64, 256, 3, 0.45))
+
+
+def cut_segments(segments: Sequence[Segment], tiles: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
+    """The first `tiles` tiles of the segments, and the rest."""
+    head, tail = [], []
+    for segment in segments:
+        taken = min(max(0, tiles), segment.num_tiles)
+        tiles -= segment.num_tiles
+        if taken:
+            head.append(replace(segment, num_tiles=taken, num_rows=min(segment.num_rows, taken * TILE_ROWS)))
+        if taken < segment.num_tiles:
+            tail.append(replace(segment, first_tile=segment.first_tile + taken, num_tiles=segment.num_tiles - taken,
+                                first_row=segment.first_row + taken * TILE_ROWS, num_rows=segment.num_rows - taken * TILE_ROWS,
+                                offset=segment.offset + taken * segment.tile_bytes))
+    return tuple(head), tuple(tail)
+
+
+@lru_cache(maxsize=4096)
+def tile_plan(card: Card, segments: tuple[Segment, ...], rows: int) -> tuple[TilePart, ...]:
+    """One launch, or two where whole waves of large blocks and smaller ones for what is left end sooner. segments: of one number type."""
+    shapes = tile_shapes(card)
+    if not card.has_warpgroups:
+        return (TilePart(shapes[rows <= NARROW_TOKENS], segments, 0, rows),)
+
+    def best(some: tuple[Segment, ...], first_token: int, count: int) -> TilePart:
+        return min((TilePart(shape, some, first_token, count) for shape in shapes), key=lambda part: part.cost(card))
+
+    plans = [(best(segments, 0, rows),)]
+    for shape in shapes:
+        whole = TilePart(shape, segments, 0, rows)
+        for waves in range(1, 1 + whole.tile_blocks * whole.token_blocks // max(1, card.num_sms))[-2:]:
+            tokens = waves * card.num_sms // whole.tile_blocks * shape.tokens
+            if 0 < tokens < rows:
+                plans.append((TilePart(shape, segments, 0, tokens), best(segments, tokens, rows - tokens)))
+            head, tail = cut_segments(segments, waves * card.num_sms // whole.token_blocks * shape.tiles)
+            if head and tail:
+                plans.append((TilePart(shape, head, 0, rows), best(tail, 0, rows)))
+    return min(plans, key=lambda plan: sum(part.cost(card) for part in plan) + LAUNCH_COST * len(plan))
+
+
