@@ -8,17 +8,18 @@ from q27app.kernels.batch import BLOCK_POSITIONS
 
 GAP_MS = 120.0
 """What a chunk of prefill may add to the time between two tokens of a running stream."""
+BACKGROUND_GAP_MS = 60.0
+"""How long a request may wait for a pass of work that nobody waits for."""
 WEIGHT = 1 / 4
 GROWTH = 2
 """A chunk is at most so many times as large as the largest measured."""
 
 
 class PrefillPace:
-    """gap_ms: see GAP_MS. A pass has a price of its own beside that of its tokens, so prices are kept by size: a moving average
-    for each number of blocks, a straight line between and beyond. Unknown prices: one block, so that they become known."""
+    """A pass has a price of its own beside that of its tokens, so prices are kept by size: a moving average for each number of
+    blocks, a straight line between and beyond. Unknown prices: one block, so that they become known."""
 
-    def __init__(self, gap_ms: float = GAP_MS) -> None:
-        self._gap_ms = gap_ms
+    def __init__(self) -> None:
         self._ms: dict[int, float] = {}
 
     def record(self, tokens: int, ms: float) -> None:
@@ -28,10 +29,10 @@ class PrefillPace:
             old = self._ms.get(size)
             self._ms[size] = ms if old is None else old + WEIGHT * (ms - old)
 
-    def chunk(self, most: int) -> int:
+    def chunk(self, most: int, gap_ms: float = GAP_MS) -> int:
         """A multiple of 64 from 64 to `most`."""
         largest = min(most // BLOCK_POSITIONS, GROWTH * max(self._ms, default=0))
-        size = next((size for size in range(largest, 1, -1) if self._price(size) <= self._gap_ms), 1)
+        size = next((size for size in range(largest, 1, -1) if self._price(size) <= gap_ms), 1)
         return min(most, size * BLOCK_POSITIONS)
 
     def _price(self, size: int) -> float:

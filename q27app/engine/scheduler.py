@@ -24,7 +24,7 @@ from q27app.engine.block_pool import BlockPool, blocks_of
 from q27app.engine.cut import Cut
 from q27app.engine.drafter import Drafter
 from q27app.engine.masks import masks_for
-from q27app.engine.pace import PrefillPace
+from q27app.engine.pace import BACKGROUND_GAP_MS, GAP_MS, PrefillPace
 from q27app.engine.prefix_cache import Match, PrefixCache
 from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs
 from q27app.engine.sequence import Sequence, Status
@@ -35,6 +35,10 @@ from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Phase
 
 READ_WAIT_S = 0.02
 """How long a step waits for the disk when there is nothing else to do."""
+
+
+MAX_STRETCH, MAX_BURST = 2.5, 8192
+"""A gap of running streams may be so many times as long, while no more prompt tokens than that are to be read."""
 
 
 @dataclass(eq=False)
@@ -196,8 +200,7 @@ class Scheduler:
     def _prefill_work(self) -> Work:
         """The first one's next chunk, and of others what fits beside it."""
         parts: list[Part] = []
-        is_short = self.running or any(sequence.request.is_background for sequence in self.prefilling)
-        size = self.pace.chunk(self.prefill_chunk) if is_short else self.prefill_chunk
+        size = self._chunk_size()
         room = size
         for sequence in list(self.prefilling):
             is_alone, start = sequence.request.prompt_logits, sequence.num_computed
@@ -211,6 +214,17 @@ class Scheduler:
             if part.tokens and len(part.tokens) == size:
                 self.prefilling.rotate(-1)
         return Work("prefill", parts)
+
+    def _chunk_size(self) -> int:
+        """Rows of the next prefill pass: all that it holds while nobody waits for it; where streams run as many as their gap
+        allows, a longer one for a short while where more wait for their first token than run."""
+        if any(sequence.request.is_background for sequence in self.prefilling):
+            return self.pace.chunk(self.prefill_chunk, BACKGROUND_GAP_MS)
+        if not self.running:
+            return self.prefill_chunk
+        left = sum(sequence.num_prompt - sequence.num_computed for sequence in self.prefilling)
+        factor = min(MAX_STRETCH, len(self.prefilling) / len(self.running)) if left <= MAX_BURST else 1.0
+        return self.pace.chunk(self.prefill_chunk, GAP_MS * max(1.0, factor))
 
     @staticmethod
     def _chunk_end(sequence: Sequence, size: int) -> int:

@@ -353,27 +353,45 @@ def test_a_guide_that_fails_at_the_first_token_ends_the_request_before_its_last_
 
 
 def test_a_chunk_beside_running_streams_is_as_long_as_its_measured_price_allows():
-    pace = PrefillPace(gap_ms=90)
-    assert pace.chunk(1024) == 64
+    pace = PrefillPace()
+    assert pace.chunk(1024, 90) == 64
     pace.record(1024, 256)
-    assert pace.chunk(1024) == 320 and pace.chunk(128) == 128
+    assert pace.chunk(1024, 90) == 320 and pace.chunk(128, 90) == 128
     pace.record(10, 1000)
-    assert pace.chunk(1024) == 320
+    assert pace.chunk(1024, 90) == 320
     for size in range(128, 1025, 64):
         pace.record(size, 256)
-    assert pace.chunk(1024) == 64
+    assert pace.chunk(1024, 90) == 64
 
 
 def test_the_pace_knows_that_a_pass_has_a_price_of_its_own():
-    pace = PrefillPace(gap_ms=90)
+    pace = PrefillPace()
     pace.record(64, 41)
-    assert pace.chunk(1024) == 128, "at most twice what was measured"
+    assert pace.chunk(1024, 90) == 128, "at most twice what was measured"
     pace.record(128, 50)
-    assert pace.chunk(1024) == 256
+    assert pace.chunk(1024, 90) == 256
     pace.record(256, 75)
-    assert pace.chunk(1024) == 320
+    assert pace.chunk(1024, 90) == 320
     for _ in range(20):
         pace.record(320, 100)
-    assert pace.chunk(1024) == 256, "prices change as the context grows"
+    assert pace.chunk(1024, 90) == 256, "prices change as the context grows"
     pace.record(128, 150)
-    assert pace.chunk(1024) == 256, "one odd size keeps no larger one away"
+    assert pace.chunk(1024, 90) == 256, "one odd size keeps no larger one away"
+
+
+@pytest.mark.parametrize(("running", "lengths", "expected"), [
+    (0, [900], 512), (1, [900], 320), (1, [300] * 3, 512), (2, [300] * 3, 448), (1, [9000] * 2, 320)])
+def test_a_chunk_beside_running_streams_is_short_and_longer_where_more_wait_for_a_first_token(running, lengths, expected):
+    desk = Desk(slots=8, chunk=512, max_context=10_000, num_blocks=2000)
+    scheduler = desk.stepper._scheduler
+    for seed in range(running):
+        desk.ask(prompt_of(3, seed), 50)
+    for _ in range(2 * running):
+        desk.stepper.step()
+    assert len(scheduler.running) == running
+    scheduler.pace = PrefillPace()
+    scheduler.pace.record(512, 192)
+    for seed, length in enumerate(lengths):
+        desk.ask(prompt_of(length, 10 + seed), 3)
+    list(scheduler.admit())
+    assert scheduler._chunk_size() == expected
