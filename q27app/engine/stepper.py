@@ -22,6 +22,7 @@ from q27app.engine.scheduler import Scheduler, Work
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.settle import Settler
 from q27app.engine.status import Meter
+from q27app.engine.warm_up import WarmUp
 from q27app.errors import EngineDied, GpuError, Overloaded, Q27Error
 
 log = logging.getLogger("q27app.engine")
@@ -40,6 +41,14 @@ class Stepper:
         self._settler, self._warm_up = Settler(self._scheduler), loaded.warm_up
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
         self._lost: list[Sequence] = []
+        if self._warm_up is not None:
+            self._take_prices(self._warm_up)
+
+    def _take_prices(self, warm_up: WarmUp) -> None:
+        """A size's first run loads its kernels, its second one tells the price."""
+        for rows, times in warm_up.prefill_ms.items():
+            if len(times) > 1:
+                self._scheduler.pace.record(rows, times.pop())
 
     @property
     def has_work(self) -> bool:
@@ -90,6 +99,7 @@ class Stepper:
                 self._settler.begin()
             if self._warm_up is not None and self._warm_up.has_work and not self._settler.is_running:
                 self._warm_up.step()
+                self._take_prices(self._warm_up)
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
         work = self._scheduler.next_work()

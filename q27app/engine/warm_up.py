@@ -20,10 +20,12 @@ from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.slot_pool import SlotPool
 from q27app.errors import OutOfMemory
 from q27app.kernels.backend import State
-from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Batch, Phase
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Phase
 
 TIMES = 3
 """Runs of a shape: plainly, recorded, timed."""
+PREFILLS = (64, 128, 256, 512)
+"""Rows of the prefills; each is run twice, the second time is taken."""
 STEPS = 4
 """Draft steps of a chain that is timed."""
 SAMPLERS = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.9))
@@ -33,15 +35,17 @@ Shape = tuple[Literal["prefill", "rows", "draft"], tuple[int, ...]]
 """What is run, and the rows of each sequence."""
 
 
-def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool) -> list[Shape]:
+def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: int = PREFILLS[-1]) -> list[Shape]:
     """Shapes of a server with num_slots slots, the likeliest first. max_draft 0: no drafts. drafts_mtp: the draft layer is used.
+    most_rows: of a prefill.
 
     Of several sequences with drafts those with as many drafts each: there are too many others, and a recording takes memory."""
     count = min(num_slots, MAX_DECODE_ROWS)
     deepest = min(max_draft, MAX_DECODE_ROWS - 1)
-    shapes: list[Shape] = [("prefill", (2 * BLOCK_POSITIONS,)), ("rows", (1,))]
+    shapes: list[Shape] = [("prefill", PREFILLS[:1]), ("rows", (1,))]
     shapes += [("draft", (1,))] if drafts_mtp else []
     shapes += [("rows", (1 + depth,)) for depth in range(1, deepest + 1)]
+    shapes += [("prefill", (rows,)) for rows in PREFILLS if rows <= most_rows for _ in range(1 + (rows > PREFILLS[0]))]
     for together in range(2, count + 1):
         shapes += [("rows", (1,) * together)] + ([("draft", (1,) * together)] if drafts_mtp else [])
     for together in range(2, count + 1):
@@ -58,7 +62,9 @@ class WarmUp:
                  prices: PassPrices) -> None:
         self._model, self._state, self._slots, self._blocks = model, state, slots, blocks
         self._drafts_mtp, self._prices = drafts_mtp, prices
-        self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp))
+        self.prefill_ms: dict[int, list[float]] = {}
+        """Rows of a prefill -> milliseconds of each run."""
+        self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp, model.max_rows))
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +106,9 @@ class WarmUp:
         phase: Phase = "prefill" if kind == "prefill" else "verify" if max(lengths) > 1 else "decode"
         batch = _batch(phase, lengths, slots, tables)
         if phase == "prefill":
+            started = time.monotonic()
             self._forward(batch)
+            self.prefill_ms.setdefault(batch.num_rows, []).append((time.monotonic() - started) * 1e3)
         else:
             ms = _timed(lambda: self._forward(batch))
             if is_alone:

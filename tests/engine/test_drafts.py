@@ -296,3 +296,4 @@ def test_a_card_warms_up_while_nobody_waits(dense):
         assert not stepper.has_work
         stepper.step()
     assert len(loaded.model.replays) == 2
+    assert set(stepper._scheduler.pace._ms) == {1, 2, 4}, "prices of the prefills that a pass holds"
