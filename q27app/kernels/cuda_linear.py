@@ -12,6 +12,8 @@ from q27app.kernels.cuda_weights import (
 from q27app.kernels.memory import CudaBuffer
 
 KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
+SHORT_ROW = 6144
+"""Numbers of a row that halve_short_rows holds."""
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
 
@@ -106,7 +108,7 @@ class LinearStages:
         backend = self._backend
         card, padded = backend.device.card, weight.activation_units * UNIT_COLS
         halves, inverse = backend.scratch.halves(rows, padded)
-        backend.launch("rows", "halve_rows", (rows,), 256, 0, cuda_args.Halves(
+        backend.launch("rows", "halve_short_rows" if padded <= SHORT_ROW else "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
             int(card.has_warpgroups), int(is_remainder)), dependent=False)
         kinds = {kind: tuple(segment for segment in weight.segments if segment.kind == kind) for kind in {s.kind for s in weight.segments}}

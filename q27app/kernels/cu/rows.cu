@@ -195,33 +195,36 @@ __device__ __forceinline__ float block_most(float value, float* shared) {
   return value;
 }
 
-// Prefill: (norm,) scale per row, fp16. A row is read once and kept in registers, the part past HELD fours is read again.
-extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_constant__ Halves p) {
+// Prefill: (norm,) scale per row, fp16. A row is read once and kept in registers, the part past HELD fours a thread is read again.
+template <int HELD> __device__ __forceinline__ void halve_row(const Halves& p) {
   __shared__ float shared[THREADS / 32];
-  constexpr int HELD = 20;
+  constexpr int AHEAD = HELD % 4 == 0 ? 2 : 3;
   const int row = blockIdx.x, source = p.row_map ? p.row_map[row] : row, fours = p.width / 4;
   const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
   const float4* norm = reinterpret_cast<const float4*>(p.norm);
+  const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float4 held[HELD];
   float squares = 0.0f, largest = 0.0f;
-  const auto weighed = [&](int four, float4 value) {
+  const auto weighed = [&](float4 value, const float4& n) {
     squares = fmaf(value.x, value.x, fmaf(value.y, value.y, fmaf(value.z, value.z, fmaf(value.w, value.w, squares))));
-    if (norm) {
-      const float4 n = norm[four];
-      value = make_float4(__fmul_rn(value.x, n.x), __fmul_rn(value.y, n.y), __fmul_rn(value.z, n.z), __fmul_rn(value.w, n.w));
-    }
+    if (norm) value = make_float4(__fmul_rn(value.x, n.x), __fmul_rn(value.y, n.y), __fmul_rn(value.z, n.z), __fmul_rn(value.w, n.w));
     largest = fmaxf(largest, fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w))));
     return value;
   };
 #pragma unroll
-  for (int i = 0; i < HELD; ++i) {
-    const int four = threadIdx.x + i * THREADS;
-    held[i] = four < fours ? x[four] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  for (int i = 0; i < HELD; ++i) held[i] = threadIdx.x + i * THREADS < fours ? x[threadIdx.x + i * THREADS] : zero;
 #pragma unroll
-  for (int i = 0; i < HELD; ++i)
-    if (threadIdx.x + i * THREADS < fours) held[i] = weighed(threadIdx.x + i * THREADS, held[i]);
-  for (int four = threadIdx.x + HELD * THREADS; four < fours; four += THREADS) weighed(four, x[four]);
+  for (int first = 0; first < HELD; first += AHEAD) {
+    float4 n[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int four = threadIdx.x + (first + i) * THREADS;
+      n[i] = norm && four < fours ? norm[four] : zero;
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) held[first + i] = weighed(held[first + i], n[i]);
+  }
+  for (int four = threadIdx.x + HELD * THREADS; four < fours; four += THREADS) weighed(x[four], norm ? norm[four] : zero);
   float rms = 1.0f;
   if (norm) {
     const float sum = warp_sum(squares);
@@ -244,9 +247,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) halve_rows(const __grid_co
     if (i * THREADS < p.padded / 4) put_halves(p, row, threadIdx.x + i * THREADS, scaled(held[i]));
   for (int base = HELD * THREADS; base < p.padded / 4; base += THREADS) {
     const int four = base + threadIdx.x;
-    put_halves(p, row, four, four < fours ? scaled(weighed(four, x[four])) : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    put_halves(p, row, four, four < fours ? scaled(weighed(x[four], norm ? norm[four] : zero)) : zero);
   }
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) halve_rows(const __grid_constant__ Halves p) { halve_row<20>(p); }
+// For rows of up to 6,144 numbers: more blocks at once.
+extern "C" __global__ void __launch_bounds__(THREADS) halve_short_rows(const __grid_constant__ Halves p) { halve_row<6>(p); }
 
 struct SiluMul {
   const float* gate_up;           // [rows, 2 * width]
