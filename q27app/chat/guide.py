@@ -133,9 +133,14 @@ class Guide:
             return self._close_reasoning(len(tokens))
         return Decision(len(tokens))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is constrained until `advance` is called again."""
+        return self._grammar is None or self._parser.channel == "reasoning"
+
     def mask(self, prefix: Sequence[int]) -> np.ndarray | None:
         """Allowed ids after everything shown plus `prefix`; None = all. Nothing is constrained while reasoning."""
-        if self._grammar is None or self._parser.channel == "reasoning":
+        if self.is_open:
             return None
         return self._grammar.mask(prefix)
 

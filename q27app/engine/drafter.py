@@ -24,8 +24,8 @@ class Drafter(Protocol):
         ...
 
     def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
-        """A decode or verify pass of these sequences has been queued, with drafted[i] drafts; all that is accepted will become
-        state. What can be begun now runs on the device while the host looks at the pass."""
+        """A decode or verify pass of these sequences has been queued, one known row and drafted[i] drafts each. What can be begun
+        now runs on the device while the host looks at the pass; see `Sequence.is_diverted` for where it was begun in vain."""
         ...
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:

@@ -7,7 +7,8 @@
 
 Where a device computes while the host looks on, the chain of the next pass is queued right behind the pass whose result it begins
 with, and the pass behind it takes its drafts without anybody having seen them: the device never waits for the host. Such chains
-are as long as their depth whatever their margins, and stop at nothing; they are dropped if the text turns out to repeat or to end.
+are as long as their depth whatever their margins, and stop at nothing; they are dropped if the text turns out to repeat, to end or to
+go on otherwise than it was drawn, as a guide may decide.
 
 Depths come from `depth`: acceptance is measured for each sequence and source, prices for the engine. Nothing here changes a
 text; see `cut` for what does.
@@ -52,18 +53,21 @@ class SourceCount:
 
 @dataclass
 class Flight:
-    """Chains that were begun ahead, a row a sequence, and how deep each is."""
+    """Chains that were begun ahead, a row a sequence, how deep each is, and behind which of the sequence's passes."""
 
     sequences: list[Sequence]
     depths: list[int]
+    passes: list[int]
 
     def row(self, sequence: Sequence) -> int | None:
-        return next((row for row, other in enumerate(self.sequences) if other is sequence), None)
+        """None if it has no chain, or had another pass since."""
+        return next((row for row, (other, number) in enumerate(zip(self.sequences, self.passes))
+                     if other is sequence and sequence.num_steps == number), None)
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    """Its draws hang on nothing but the tokens before them: no guide, no penalties."""
-    return sequence.request.guide is None and sequence.counts is None
+    """Its draws hang on nothing but the tokens before them: no penalties, and no guide that constrains them now."""
+    return sequence.counts is None and (sequence.request.guide is None or getattr(sequence.request.guide, "is_open", False))
 
 
 class Drafts:
@@ -132,13 +136,13 @@ class Drafts:
         steps = max(depths)
         if steps and all(sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
             self._mtp.start_ahead(sequences, steps)
-            self._flight = Flight(list(sequences), depths)
+            self._flight = Flight(list(sequences), depths, [sequence.num_steps + 1 for sequence in sequences])
             self.num_begun += 1
 
     def _follows(self, flight: Flight, sequence: Sequence, limit: int) -> bool:
         row = flight.row(sequence)
         repeats = self._uses_suffix and index_of(sequence).match_length >= self.min_match
-        return row is not None and flight.depths[row] <= limit and not repeats
+        return row is not None and flight.depths[row] <= limit and not repeats and not sequence.is_diverted and _is_plain(sequence)
 
     def _landed(self, flight: Flight, sequence: Sequence) -> list[int]:
         row = flight.row(sequence)

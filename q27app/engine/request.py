@@ -45,6 +45,8 @@ class Guide(Protocol):
         """Show newly accepted tokens (one or more, end-of-text tokens included), in order."""
         ...
 
+    # is_open: bool, optional: `mask` gives None for any prefix until `advance` is called again.
+
     def mask(self, prefix: Seq[int]) -> np.ndarray | None:
         """Allowed ids after everything advanced so far plus `prefix` (drafts of this step).
 

@@ -86,7 +86,7 @@ class Runner:
                 backend.accept()
                 if work.commits_what_is_accepted:
                     backend.commit()
-            if self._go_ahead is not None and _is_settled(work):
+            if self._go_ahead is not None and work.phase != "prefill" and _draws_alone(work):
                 self._go_ahead([part.sequence for part in work.parts], [part.num_drafts for part in work.parts])
         return running
 
@@ -108,10 +108,9 @@ class Runner:
         self.model.backend.commit(np.array(num_rows, np.int32))
 
 
-def _is_settled(work: Work) -> bool:
-    """What becomes of the pass is decided on the device alone, whatever is drawn."""
-    return work.phase != "prefill" and (work.commits_what_is_accepted or not work.is_deferred) and all(
-        part.draws and len(part.tokens) == 1 + part.num_drafts for part in work.parts)
+def _draws_alone(work: Work) -> bool:
+    """Each part is a pending token and its drafts."""
+    return all(part.draws and len(part.tokens) == 1 + part.num_drafts for part in work.parts)
 
 
 def make_batch(work: Work, logit_rows: list[int]) -> Batch:

@@ -339,6 +339,7 @@ class Scheduler:
     def _apply_cut(self, sequence: Sequence, result: Drawn, cut: Cut) -> None:
         kept = tuple(result.tokens[:cut.keep])
         tokens = kept + cut.force
+        sequence.is_diverted = len(kept) < len(result.tokens) or bool(cut.force)
         sequence.append(tokens)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sequence.request.params.logprobs is not None:

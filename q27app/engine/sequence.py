@@ -78,6 +78,8 @@ class Sequence:
     blocks: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     stops: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
+    is_diverted: bool = False
+    """Of the newest pass's run not everything became text, or more than it did."""
     draft_state: Any = None
     suffix_index: Any = None
     draft_counts: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)

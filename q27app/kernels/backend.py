@@ -216,17 +216,15 @@ class Backend(Protocol):
     def result(self) -> Sampled:
         """The one small download of a step; waits."""
         ...
-    def send(self) -> None:
-        """Start that download: what is launched between this and `result` does not delay it."""
-        ...
     def begin_ahead(self, rows: SamplingRows) -> Hashable:
-        """After `send`: a chain of drafts begins where the pass will turn out to have ended, a row for each of its
-        sequences; each of them drew, had one known row, and no penalties. `follow` and the steps come after it; `begin` of a
-        batch with `in_flight` tokens takes what they draw. Returns what their launches depend on beside the number of
-        sequences."""
+        """A chain of drafts begins where the pass that was just drawn will turn out to have ended, a row for each of its
+        sequences; each of them drew, had one known row, and no penalties. `result` does not wait for it, and a deferred pass
+        may be committed later. `follow` and the steps come after this; `begin` of a batch with `in_flight` tokens takes what
+        they draw. Returns what their launches depend on beside the number of sequences."""
         ...
     def follow(self) -> None:
-        """The batch becomes that of the first draft step: each sequence's last drawn token where it will stand."""
+        """The batch is that of the first draft step: each sequence's last drawn token where it will stand if all that was
+        accepted becomes text."""
         ...
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         """A chain of draft steps begins on the batch that was begun, one row a sequence. limits: int32 [rows], at least 1."""

@@ -116,7 +116,7 @@ class DraftNext(ctypes.Structure):
 
 
 class Follow(ctypes.Structure):
-    _fields_ = _fields(p="drawn accepted tokens positions row_starts logit_rows draw_positions", i="num_seqs")
+    _fields_ = _fields(p="drawn accepted positions row_starts tokens out_positions draw_positions", i="num_seqs")
 
 
 class TakeDrafts(ctypes.Structure):

@@ -83,7 +83,10 @@ class CudaBackend:
         self._partial_bytes = self._num_counters = 1024
         self._halves_width = self._wide_width = 64
         self._states: list[CudaState] = []
-        self._areas: dict[bool, BatchArea] = {}
+        self._areas: list[BatchArea] = []
+        """Of drafts, which run behind passes that are still to be committed; of few rows; of many."""
+        self._deferred: tuple[Batch, BatchArea] | None = None
+        self._ahead_of: tuple[Batch, BatchArea] | None = None
         self._sampler: Sampler | None = None
         self._final: CudaBuffer | None = None
         self.eps = 1e-6
@@ -178,8 +181,8 @@ class CudaBackend:
         areas = sum(area_bytes(rows, MAX_SEQS, stride) for rows in self._area_rows())
         return self._arena_bytes(geometry, num_blocks) + record + areas
 
-    def _area_rows(self) -> tuple[int, int]:
-        return SMALL_ROWS, max(self._max_rows, SMALL_ROWS)
+    def _area_rows(self) -> tuple[int, int, int]:
+        return SMALL_ROWS, SMALL_ROWS, max(self._max_rows, SMALL_ROWS)
 
     def _make_scratch(self, arena: Arena | Tally, geometry: LayerGeometry, num_blocks: int) -> Scratch:
         return Scratch(
@@ -200,7 +203,7 @@ class CudaBackend:
     def _reserve_scratch(self, geometry: LayerGeometry, num_blocks: int) -> None:
         self.device.synchronize()
         self.scratch_arena.release()
-        for area in self._areas.values():
+        for area in self._areas:
             area.release()
         self.scratch_arena.reserve(self._arena_bytes(geometry, num_blocks))
         self.scratch = self._make_scratch(self.scratch_arena, geometry, num_blocks)
@@ -208,8 +211,7 @@ class CudaBackend:
         frequencies = np.float64(geometry.rope_theta) ** (np.arange(half) * (-2.0 / geometry.rotary_dim))
         self.device.upload(self.scratch.frequencies, frequencies)
         stride = min(num_blocks, MAX_CONTEXT // 64)
-        small, large = self._area_rows()
-        self._areas = {True: BatchArea(self.device, small, MAX_SEQS, stride), False: BatchArea(self.device, large, MAX_SEQS, stride)}
+        self._areas = [BatchArea(self.device, rows, MAX_SEQS, stride) for rows in self._area_rows()]
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
 
@@ -237,8 +239,10 @@ class CudaBackend:
                            f"{self.scratch.max_rows} of {MAX_SEQS}.")
         self.batch, self.state = batch, state
         self.is_prefill = batch.phase == "prefill"
-        self.area = self._areas[batch.num_rows <= SMALL_ROWS]
+        self.area = self._areas[0 if batch.phase == "draft" else 1 if batch.num_rows <= SMALL_ROWS else 2]
         self.area.put(batch)
+        if batch.deferred:
+            self._deferred = batch, self.area
         if batch.is_in_flight:
             self._sampler.take_drafts(batch)
         self._turn_rows()
@@ -286,10 +290,12 @@ class CudaBackend:
     def slot_hidden(self, hidden: CudaBuffer) -> None:
         self.launch("rows", "slot_hidden", (hidden.shape[0],), 256, 0, self._hidden_args(None, hidden))
 
-    def _hidden_args(self, final: CudaBuffer | None, hidden: CudaBuffer | None) -> cuda_args.Hidden:
-        state = self.state
-        return cuda_args.Hidden(final.address if final else 0, hidden.address if hidden else 0, state.slots, self.area.at("row_starts"),
-                                self.area.at("slots"), 0, self.area.at("keeps"), state.slot_bytes, state.hidden_offset, self.batch.num_seqs,
+    def _hidden_args(self, final: CudaBuffer | None, hidden: CudaBuffer | None, of: tuple[Batch, BatchArea] | None = None,
+                     ) -> cuda_args.Hidden:
+        """of: another pass than the one that was begun last."""
+        state, (batch, area) = self.state, of or (self.batch, self.area)
+        return cuda_args.Hidden(final.address if final else 0, hidden.address if hidden else 0, state.slots, area.at("row_starts"),
+                                area.at("slots"), 0, area.at("keeps"), state.slot_bytes, state.hidden_offset, batch.num_seqs,
                                 state.geometry.hidden_size)
 
     def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, hidden: CudaBuffer,
@@ -297,14 +303,19 @@ class CudaBackend:
         self._linear.mtp_input(enorm, hnorm, weight, embed, self.area.at("tokens"), hidden, x)
 
     def commit(self, accepted: np.ndarray | None = None) -> None:
-        address = self._sampler.accepted
+        if self._deferred is None:
+            raise Q27Error("commit without a deferred pass before it.")
         if accepted is not None:
             self._sampler.put_accepted(accepted)
-        self._mixers.commit(address)
+        self._mixers.commit(self._sampler.accepted, *self._deferred)
+        self._keep_accepted(self._deferred)
+
+    def _keep_accepted(self, of: tuple[Batch, BatchArea]) -> None:
+        """The hidden rows of what was accepted of a deferred pass."""
         if self._final is not None:
-            args = self._hidden_args(self._final, None)
-            args.accepted = address
-            self.launch("rows", "keep_hidden", (self.batch.num_seqs,), 256, 0, args)
+            args = self._hidden_args(self._final, None, of)
+            args.accepted = self._sampler.accepted
+            self.launch("rows", "keep_hidden", (of[0].num_seqs,), 256, 0, args)
 
     # choosing tokens
 
@@ -317,17 +328,23 @@ class CudaBackend:
     def result(self) -> Sampled:
         return self._sampler.result(self.batch.num_seqs)
 
-    def send(self) -> None:
-        self._sampler.send(self.batch.num_seqs)
-
     def begin_ahead(self, rows: SamplingRows) -> Hashable:
-        kinds, count = (self._sampler.begin_ahead(rows), self.batch.phase == "verify"), self.batch.num_seqs
-        each = np.arange(count + 1, dtype=np.int32)
+        each = np.arange(self.batch.num_seqs + 1, dtype=np.int32)
+        self._ahead_of = self.batch, self.area
+        self._sampler.start_download(self.batch.num_seqs)
+        kinds = self._sampler.begin_ahead(rows)
         self.batch = replace(self.batch, phase="draft", tokens=each[:-1], positions=each[:-1], row_starts=each, logit_rows=each[:-1], deferred=False)
-        return kinds
+        self.area = self._areas[0]
+        self.area.put(self.batch)
+        self._sampler.end_download()
+        return kinds, self._ahead_of[0].deferred
 
     def follow(self) -> None:
-        self._sampler.follow()
+        assert self._ahead_of is not None
+        batch, area = self._ahead_of
+        if batch.deferred:
+            self._keep_accepted(self._ahead_of)
+        self._sampler.follow(area, self.area)
         self._turn_rows()
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:

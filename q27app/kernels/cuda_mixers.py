@@ -7,6 +7,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch
+from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.cuda_linear import Gated
 from q27app.kernels.memory import CudaBuffer
 
@@ -48,7 +49,7 @@ class Mixers:
         heads, width = geometry.delta_value_heads, geometry.delta_value_heads * geometry.delta_head_dim
         if y.shape[1] != state.channels + width + 2 * heads or o.shape[1] != width:
             raise Q27Error(f"delta: y has {y.shape[1]} columns, expected {state.channels + width + 2 * heads}.")
-        args = self._delta_args(batch)
+        args = self._delta_args(batch, backend.area)
         args.y, args.y_stride, args.z_offset = y.address, y.shape[1], state.channels
         args.beta_offset, args.alpha_offset = state.channels + width, state.channels + width + heads
         args.conv, args.a, args.dt_bias, args.norm = layer.conv.address, layer.a.address, layer.dt_bias.address, layer.out_norm.address
@@ -97,8 +98,8 @@ class Mixers:
         if args is not None:
             self._backend.launch("delta_step", "delta_gate", (o.shape[0],), 256, 0, args)
 
-    def _delta_args(self, batch: Batch) -> cuda_args.Delta:
-        backend, state, area = self._backend, self._backend.state, self._backend.area
+    def _delta_args(self, batch: Batch, area: BatchArea) -> cuda_args.Delta:
+        backend, state = self._backend, self._backend.state
         args = cuda_args.Delta()
         args.slots, args.slot_bytes, args.state_offset, args.window_offset = state.slots, state.slot_bytes, 0, state.window_offset
         args.state_stride, args.window_stride = state.state_stride, state.window_stride
@@ -106,9 +107,10 @@ class Mixers:
         args.num_seqs, args.eps = batch.num_seqs, backend.eps
         return args
 
-    def commit(self, accepted: int) -> None:
-        """Fold the recorded rows; accepted: device address of int32 [seqs]. All delta layers in one launch."""
-        backend, state, batch = self._backend, self._backend.state, self._backend.batch
+    def commit(self, accepted: int, batch: Batch, area: BatchArea) -> None:
+        """Fold the recorded rows of the deferred pass `batch`, which lies in `area`; accepted: device address of int32 [seqs].
+        All delta layers in one launch."""
+        backend, state = self._backend, self._backend.state
         if not state.num_delta_layers:
             return
         if len(self._deferred) != state.num_delta_layers:
@@ -119,7 +121,7 @@ class Mixers:
             backend.device.upload(self._table, np.array(pointers, np.uint64))
             self._table_of = pointers
         geometry = state.geometry
-        args = self._delta_args(batch)
+        args = self._delta_args(batch, area)
         args.y, args.y_stride, args.record_stride = state.record, state.record_row, state.max_record_rows * state.record_row
         args.beta_offset, args.alpha_offset = state.channels, state.channels + geometry.delta_value_heads
         args.accepted, args.layer_weights = accepted, self._table

@@ -9,6 +9,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
+from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.memory import CudaBuffer
 
 CHUNKS, LIST, MAX_LOGPROBS, MAX_STEPS = 64, 4096, 32, 16
@@ -159,10 +160,10 @@ class Sampler:
         _, self._chain, self._chain_limits = self._ahead
         return self._chain_kinds
 
-    def follow(self) -> None:
-        area = self._backend.area
-        args = cuda_args.Follow(self._out, self.accepted if self._accepted_valid else 0, area.at("tokens"), area.at("positions"),
-                                area.at("row_starts"), area.at("logit_rows"), self._chain.positions, self._chain_rows)
+    def follow(self, area: BatchArea, target: BatchArea) -> None:
+        """area: of the pass; target: of the chain."""
+        args = cuda_args.Follow(self._out, self.accepted if self._accepted_valid else 0, area.at("positions"), area.at("row_starts"),
+                                target.at("tokens"), target.at("positions"), self._chain.positions, self._chain_rows)
         self._backend.launch("draft", "follow", (1,), 64, 0, args)
 
     def take_drafts(self, batch: Batch) -> None:
@@ -205,10 +206,15 @@ class Sampler:
         backend.launch("accept", "accept", (1,), 256, 0, args)
         self._accepted_valid = True
 
-    def send(self, num_seqs: int) -> None:
-        """Start the download of what was drawn and accepted; `result` waits for this and not for what comes after it."""
+    def start_download(self, num_seqs: int) -> None:
+        """Of what was drawn and accepted; `result` waits for `end_download` and not for what comes after it."""
         self._device.download_pinned(self._sent_host, self._out)
-        self._sent = (self._device.mark(), self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
+        self._sent = (None, self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
+
+    def end_download(self) -> None:
+        """Uploads before this are known to have happened when the result has come."""
+        assert self._sent is not None
+        self._sent = (self._device.mark(), *self._sent[1:])
 
     def result(self, num_seqs: int) -> Sampled:
         most, (n, num_logprobs, accepted_valid) = self.max_rows, (self._rows, self._num_logprobs, self._accepted_valid)

@@ -304,14 +304,15 @@ class NumpyBackend:
             raise Q27Error("result without a sample before it.")
         return self._sampled
 
-    def send(self) -> None: ...
-
     def begin_ahead(self, rows: SamplingRows) -> int:
         self._chain = chain_ahead(rows, followed(self._work.batch, self.result()))
         return 0
 
     def follow(self) -> None:
-        self._pass = begin_pass(followed(self._work.batch, self.result()), self._work.state)
+        batch, state, sampled = self._work.batch, self._work.state, self.result()
+        if state.deferred is not None and state.deferred.final is not None:   # not committed yet
+            state.hidden[batch.slots] = state.deferred.final[batch.row_starts[:-1] + sampled.accepted - 1]
+        self._pass = begin_pass(followed(batch, sampled), state)
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._chain = DraftChain(rows, limits)

@@ -112,7 +112,6 @@ class Model:
         assert self.mtp is not None
         mtp, backend, count = self.mtp, self.backend, len(rows.temperature)
         logits = self.logit_rows.rows(count)
-        backend.send()
         kinds = backend.begin_ahead(rows)
 
         def run() -> None:

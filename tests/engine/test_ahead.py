@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from q27app.chat.guide import Decision
 from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.drafts import Drafts
 from q27app.engine.request import FinishReason, Request, SamplingParams
@@ -71,6 +73,57 @@ def test_chains_of_several_sequences_that_come_and_go(chain, fixed):
     assert second.tokens == list(range(9, 30)) and second.finish is FinishReason.STOP
     assert third.tokens == list(range(302, 302 + len(third.tokens)))
     assert len(taken) > 5
+
+
+class Interrupts:
+    """Constrains nothing; after every 11th token it says two ids by itself, the 30th it drops and says one."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def advance(self, tokens):
+        for index in range(len(tokens)):
+            self.seen += 1
+            if self.seen % 30 == 0:
+                return Decision(index, (9,))
+            if self.seen % 11 == 0:
+                return Decision(index + 1, (5, 6))
+        return Decision(len(tokens))
+
+    def mask(self, prefix):
+        return None
+
+
+class Closes(Interrupts):
+    """Open for 15 tokens, then it allows two ids."""
+
+    @property
+    def is_open(self):
+        return self.seen < 15
+
+    def mask(self, prefix):
+        words = np.full(2560 // 32, 0 if self.seen >= 15 else 0xFFFFFFFF, np.uint32)
+        words[0] |= np.uint32(3 << 5)
+        return None if self.seen < 15 else words
+
+    def advance(self, tokens):
+        keep = min(len(tokens), 15 - self.seen) if self.seen < 15 else len(tokens)
+        self.seen += keep
+        return Decision(keep, () if keep == len(tokens) else (7,))
+
+
+@pytest.mark.parametrize("guide", [Interrupts, Closes])
+@pytest.mark.parametrize("wiring", ["dense", "chain"])
+def test_a_guide_that_says_something_itself_changes_nothing(request, wiring, guide):
+    path, texts = request.getfixturevalue(wiring), []
+    for desk, taken in (ahead_of(path, "mtp", 4), (desk_of(path, "mtp", 4), None), (desk_of(path, "off"), None)):
+        answers = [desk.submit(Request(name, tuple(range(50, 90)), KINDS[name], guide())) for name in ("greedy", "seeded")]
+        desk.run()
+        texts.append([[entry for event in answer.events for entry in event.logprobs] for answer in answers])
+        assert taken is None or len(taken) > 6
+    assert texts[0] == texts[2] and texts[1] == texts[2]
 
 
 def test_a_text_that_repeats_is_not_drafted_ahead(chain):

@@ -182,9 +182,10 @@ def greedy_text(lines, slot: int, token: int, count: int) -> list[int]:
     return out
 
 
-def run_ahead(lines, texts: list[list[int]], steps: int) -> tuple[list, list]:
+def run_ahead(lines, texts: list[list[int]], steps: int, is_late: bool) -> tuple[list, list]:
     """A verify pass with one right draft for sequence 0 and none for 1, chains begun ahead, and the pass that takes them,
-    sequence 1 first and sequence 0 with fewer. Rows, accepted counts and drawn tokens of both passes."""
+    sequence 1 first and sequence 0 with fewer. Accepted counts and drawn tokens of both passes. is_late: the first pass is
+    committed when its result is known and the chains have run."""
     model, backend = lines.model, lines.model.backend
     told, rows = [], sampling_rows(2, temperature=np.zeros(2, np.float32))
 
@@ -193,15 +194,18 @@ def run_ahead(lines, texts: list[list[int]], steps: int) -> tuple[list, list]:
         count = batch.num_rows
         backend.sample(model.forward(batch, lines.state), sampling_rows(count, temperature=np.zeros(count, np.float32)))
         backend.accept()
-        backend.commit()
 
     for slot in range(2):
         lines.feed(slot, PROMPTS[slot])
         lines.reserve(slot, 128)
     wrong = (texts[0][2] + 1) % model.config.vocab_size
     verify([[*texts[0][:2], wrong], [texts[1][0], (texts[1][1] + 1) % model.config.vocab_size]], [0, 1])
+    if not is_late:
+        backend.commit()
     model.draft_ahead(lines.state, steps, rows)
     told.append(backend.result())
+    if is_late:
+        backend.commit(told[0].accepted)
     lines.lengths[0], lines.lengths[1] = lines.lengths[0] + 2, lines.lengths[1] + 1
     verify([[texts[1][1]] + [in_flight(1)] * steps, [texts[0][2]] + [in_flight(0)] * (steps - 1)], [1, 0])
     told.append(backend.result())
@@ -211,7 +215,8 @@ def run_ahead(lines, texts: list[list[int]], steps: int) -> tuple[list, list]:
 PROMPTS = [list(range(5, 60)), list(range(9, 71))]
 
 
-def test_chains_that_are_begun_ahead_equal_numpy_and_those_that_wait(device):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_chains_that_are_begun_ahead_equal_numpy_and_those_that_wait(device, is_late):
     expected, found = cuda_checks.pair_of_lines(device, cuda_checks.NANO, F16, "fp16")
     waiting, plain = (cuda_checks.pair_of_lines(device, cuda_checks.NANO, F16, "fp16")[0] for _ in range(2))
     texts = []
@@ -219,7 +224,7 @@ def test_chains_that_are_begun_ahead_equal_numpy_and_those_that_wait(device):
         plain.feed(slot, PROMPTS[slot])
         texts.append(greedy_text(plain, slot, 3 + slot, 3))
     for lines in (expected, found):
-        accepted, tokens = run_ahead(lines, texts, 3)
+        accepted, tokens = run_ahead(lines, texts, 3, is_late)
         assert accepted[0] == [2, 1]
         assert tokens[0][:2] == texts[0][1:3] and tokens[0][3] == texts[1][1]
         assert tokens[1][0] == texts[1][2] and tokens[1][4] == texts[0][3]

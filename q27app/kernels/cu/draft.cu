@@ -55,28 +55,22 @@ extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_consta
 struct Follow {
   const int* drawn;           // [rows] of the pass, a token after each row
   const int* accepted;        // [seqs] rows that became text, or null where each sequence has one row
-  int* tokens;                // of the batch
-  int* positions;             // of the batch
-  int* row_starts;            // of the batch
-  int* logit_rows;            // of the batch
+  const int* positions;       // of the pass
+  const int* row_starts;      // of the pass
+  int* tokens;                // [seqs] of the chain's batch
+  int* out_positions;         // [seqs] of the chain's batch
   long long* draw_positions;  // [seqs] of the chain
   int num_seqs;
 };
 
-// The batch of a pass becomes that of a draft step: a row a sequence, its last drawn token where it will stand.
+// The first draft step after a pass: a row a sequence, its last drawn token where it will stand.
 extern "C" __global__ void __launch_bounds__(64) follow(const __grid_constant__ Follow p) {
   allow_next();
   wait_for_earlier();
   const int seq = threadIdx.x;
-  int token = 0, position = 0;
-  if (seq < p.num_seqs) {
-    const int first = p.row_starts[seq], taken = p.accepted ? p.accepted[seq] : 1;
-    token = p.drawn[first + taken - 1], position = p.positions[first] + taken;
-  }
-  __syncthreads();
   if (seq >= p.num_seqs) return;
-  p.tokens[seq] = token, p.positions[seq] = position, p.draw_positions[seq] = position + 1;
-  p.logit_rows[seq] = seq, p.row_starts[seq + 1] = seq + 1;
+  const int first = p.row_starts[seq], taken = p.accepted ? p.accepted[seq] : 1, position = p.positions[first] + taken;
+  p.tokens[seq] = p.drawn[first + taken - 1], p.out_positions[seq] = position, p.draw_positions[seq] = position + 1;
 }
 
 struct TakeDrafts {
