@@ -217,13 +217,13 @@ class Scheduler:
 
     def _chunk_size(self) -> int:
         """Rows of the next prefill pass: all that it holds while nobody waits for it; where streams run as many as their gap
-        allows, a longer one for a short while where more wait for their first token than run."""
+        allows, longer ones for a short while where several wait for their first token."""
         if any(sequence.request.is_background for sequence in self.prefilling):
             return self.pace.chunk(self.prefill_chunk, BACKGROUND_GAP_MS)
         if not self.running:
             return self.prefill_chunk
         left = sum(sequence.num_prompt - sequence.num_computed for sequence in self.prefilling)
-        factor = min(MAX_STRETCH, len(self.prefilling) / len(self.running)) if left <= MAX_BURST else 1.0
+        factor = min(MAX_STRETCH, 2 * (len(self.prefilling) - 1) / len(self.running)) if left <= MAX_BURST else 1.0
         return self.pace.chunk(self.prefill_chunk, GAP_MS * max(1.0, factor))
 
     @staticmethod

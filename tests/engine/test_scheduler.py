@@ -380,8 +380,8 @@ def test_the_pace_knows_that_a_pass_has_a_price_of_its_own():
 
 
 @pytest.mark.parametrize(("running", "lengths", "expected"), [
-    (0, [900], 512), (1, [900], 320), (1, [300] * 3, 512), (2, [300] * 3, 448), (1, [9000] * 2, 320)])
-def test_a_chunk_beside_running_streams_is_short_and_longer_where_more_wait_for_a_first_token(running, lengths, expected):
+    (0, [900], 512), (1, [900], 320), (1, [300] * 3, 512), (3, [300] * 3, 384), (4, [300] * 3, 320), (1, [9000] * 2, 320)])
+def test_a_chunk_beside_running_streams_is_short_and_longer_where_several_wait_for_a_first_token(running, lengths, expected):
     desk = Desk(slots=8, chunk=512, max_context=10_000, num_blocks=2000)
     scheduler = desk.stepper._scheduler
     for seed in range(running):
