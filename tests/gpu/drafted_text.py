@@ -23,6 +23,7 @@ from q27app.engine.sequence import Sequence
 from q27app.kernels.batch import MAX_DECODE_ROWS
 from q27app.paths import demo_model
 from q27app.weights.synthetic import synthesize
+from tests.engine.guides import Interrupts
 from tests.engine.laws import REJECTED, SAMPLERS, Only, chi_square, joint_law, law_of, texts
 from tests.gpu.checks import attempt, failures, line
 from tests.gpu.drafting import Table, Told, successors
@@ -39,14 +40,14 @@ PROMPT = [5 + i * i % 3 for i in range(150)]
 """Few ids, so that runs repeat and the suffix drafter is sometimes right, sometimes wrong."""
 
 
-def tell(table: Table, drafter: Drafts | None, count: int, names, guide: Only | None = None) -> list[list]:
-    """Tokens with their log probabilities of one answer a kind, all at once."""
+def tell(table: Table, drafter: Drafts | None, count: int, names, guide=None) -> list[list]:
+    """Tokens with their log probabilities of one answer a kind, all at once. guide: makes one for each, None = none."""
     table.start(drafter)
     if drafter is not None:
         drafter.min_match = 4
     entries: list[list] = [[] for _ in names]
     for name in names:
-        table.ask(PROMPT, count, KINDS[name], cache=False, guide=guide)
+        table.ask(PROMPT, count, KINDS[name], cache=False, guide=guide and guide())
     for sequence, kept in zip(table.stepper._scheduler.waiting, entries, strict=True):
         told = sequence.deliver
         sequence.deliver = lambda event, kept=kept, told=told: (kept.extend(event.logprobs), told(event))
@@ -61,8 +62,8 @@ def equal(model: str, kv: str) -> None:
         table = Table(path, kv_format=kv, context=4096, slots=3, cache=False)
     plain: dict = {}
 
-    def caps(count: int, chosen, names, guide: Only | None = None) -> str:
-        key = (count, names, guide is None)
+    def caps(count: int, chosen, names, guide=None) -> str:
+        key = (count, names, guide)
         if key not in plain:
             plain[key] = tell(table, None, count, names, guide)
         accepted = []
@@ -77,12 +78,17 @@ def equal(model: str, kv: str) -> None:
             accepted.append(f"{cap}:{sum(sum(c['accepted']) for c in counts)}/{sum(sum(c['drafted']) for c in counts)}")
         return "equal; accepted " + " ".join(accepted)
 
-    every, few, guide = range(1, MAX_DECODE_ROWS), (7, 15), Only((5, 6, 7), table.loaded.vocab_size, Decision)
-    for name in ("greedy", "seeded"):
-        attempt(f"{model} {kv} {name} {TOKENS}", lambda name=name: caps(TOKENS, every, (name,)))
+    every, few = range(1, MAX_DECODE_ROWS), (7, 15)
+
+    def three_ids() -> Only:
+        return Only((5, 6, 7), table.loaded.vocab_size, Decision)
+
+    for name, chosen in (("greedy", every), ("seeded", (1, 4, 8, 15))):
+        attempt(f"{model} {kv} {name} {TOKENS}", lambda name=name, chosen=chosen: caps(TOKENS, chosen, (name,)))
     attempt(f"{model} {kv} three {TOKENS}", lambda: caps(TOKENS, every, tuple(KINDS)))
-    attempt(f"{model} {kv} three, three ids allowed", lambda: caps(TOKENS, (1, 4, 7, 15), tuple(KINDS), guide))
-    attempt(f"{model} {kv} greedy {10 * TOKENS}", lambda: caps(10 * TOKENS, few, ("greedy",)))
+    attempt(f"{model} {kv} three, three ids allowed", lambda: caps(TOKENS, (1, 4, 7, 15), tuple(KINDS), three_ids))
+    attempt(f"{model} {kv} three, a guide that speaks", lambda: caps(TOKENS, (1, 4, 7, 15), tuple(KINDS), Interrupts))
+    attempt(f"{model} {kv} greedy, a guide that speaks", lambda: caps(TOKENS, (1, 4, 7, 15), ("greedy",), Interrupts))
     attempt(f"{model} {kv} three {10 * TOKENS}", lambda: caps(10 * TOKENS, few, tuple(KINDS)))
     table.close()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from q27app.chat.guide import Decision
 from q27app.engine.drafts import Drafts
 from q27app.engine.loading import EngineConfig, Loaded, open_model
 from q27app.engine.request import Request, SamplingParams, TokenEvent
@@ -109,6 +110,18 @@ class Table:
         gc.collect()
 
 
+class Watches:
+    """A guide as most answers have one: it constrains nothing and keeps everything."""
+
+    is_open = True
+
+    def advance(self, tokens) -> Decision:
+        return Decision(len(tokens))
+
+    def mask(self, prefix) -> None:
+        return None
+
+
 def successors(start: int, count: int, vocab: int) -> list[int]:
     return [(start + index) % vocab for index in range(count)]
 
@@ -177,9 +190,9 @@ def speeds(table: Table, depths: tuple[int, ...] = (3, 4, 5, 6, 7, 8, 9, 11, 15)
     vocab = table.loaded.vocab_size
     prompt = successors(1000, 64, vocab)
 
-    def tell(drafter: Drafts | None, count: int, params: SamplingParams = GREEDY, given=prompt) -> str:
+    def tell(drafter: Drafts | None, count: int, params: SamplingParams = GREEDY, given=prompt, guide=None) -> str:
         table.start(drafter)
-        told = table.ask(given, count, params)
+        told = table.ask(given, count, params, guide=guide)
         table.run()
         expected = successors(given[-1] + 1, count, vocab)
         assert told.tokens == expected, f"token {next(i for i, t in enumerate(told.tokens) if t != expected[i])} differs"
@@ -193,6 +206,7 @@ def speeds(table: Table, depths: tuple[int, ...] = (3, 4, 5, 6, 7, 8, 9, 11, 15)
         attempt(f"depth {cap}, greedy", lambda cap=cap: tell(table.fixed(cap), 512))
         if cap in (5, 7, 9):
             attempt(f"depth {cap}, sampled", lambda cap=cap: tell(table.fixed(cap), 512, SAMPLED))
+    attempt("depth 7, a guide beside it", lambda: tell(table.fixed(7), 512, GREEDY, prompt, Watches()))
     attempt("measured depth, greedy", lambda: tell(table.drafter, 1024))
     attempt("measured depth, sampled", lambda: tell(table.drafter, 1024, SAMPLED))
     line("what it measured", str(table.drafter.to_dict()))
