@@ -93,13 +93,7 @@ class Stepper:
     def step(self) -> None:
         """One pass, if anybody has work, and everything that follows from it; else a step of the spare work."""
         if not self.has_work:
-            if self._cache is not None and self._cache.has_spare_work:
-                self._cache.spare_step()
-            elif not self._settler.is_running:
-                self._settler.begin()
-            if self._warm_up is not None and self._warm_up.has_work and not self._settler.is_running:
-                self._warm_up.step()
-                self._take_prices(self._warm_up)
+            self._use_spare_time()
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
         work = self._scheduler.next_work()
@@ -111,6 +105,18 @@ class Stepper:
         if not (self._runner.is_ahead and self._scheduler.decodes_next):
             self._deliver_all()
         self._check()
+
+    def _use_spare_time(self) -> None:
+        """Settle what the next turns begin with; when that is done write to the disk; then warm up."""
+        if not self._settler.is_running:
+            self._settler.begin()
+        if self._settler.is_running:
+            return
+        if self._cache is not None and self._cache.has_spare_work:
+            self._cache.spare_step()
+        elif self._warm_up is not None and self._warm_up.has_work:
+            self._warm_up.step()
+            self._take_prices(self._warm_up)
 
     def _count(self, work: Work, ms: float, is_usual: bool) -> None:
         """is_usual: the pass took what the next ones of its shape will."""
