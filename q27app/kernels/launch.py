@@ -18,6 +18,7 @@ from q27app.errors import GpuError, OutOfMemory
 from q27app.gpu import card_used
 from q27app.kernels.card import Card, forced_card
 from q27app.kernels.compiler import Compiler, Job
+from q27app.kernels.staging import Staging
 
 CONTEXT_BYTES = 600 << 20
 """What a context and its modules take of a card, about."""
@@ -111,7 +112,7 @@ class CudaDevice:
         self._images: list[Any] = []
         self._graphs: list[Any] = []
         self._host_arrays: list[np.ndarray] = []
-        self._staging = pycuda.pagelocked_empty(1 << 22, np.uint8)
+        self._staging = Staging(pycuda.pagelocked_empty(1 << 24, np.uint8))
         self._now = self._passed = 0
         self._side: Any = None
         self._capturing = False
@@ -155,13 +156,7 @@ class CudaDevice:
         self._allocations.pop(address).free()
 
     def upload(self, address: int, data: np.ndarray) -> None:
-        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        for start in range(0, data.size, self._staging.size):
-            piece = data[start:start + self._staging.size]
-            self.synchronize()
-            self._staging[:piece.size] = piece
-            self.upload_pinned(address + start, self._staging[:piece.size])
-        self.synchronize()
+        self._staging.upload(self, address, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     def upload_pinned(self, address: int, data: np.ndarray) -> None:
         self._check(self._driver.cuMemcpyHtoDAsync(address, data.ctypes.data, data.nbytes, self._handle))
@@ -183,12 +178,12 @@ class CudaDevice:
         return int(array.base.get_device_pointer())
 
     def download(self, address: int, nbytes: int) -> np.ndarray:
-        out = np.empty(nbytes, np.uint8)
-        for start in range(0, nbytes, self._staging.size):
-            count = min(self._staging.size, nbytes - start)
-            self._check(self._driver.cuMemcpyDtoHAsync(self._staging.ctypes.data, address + start, count, self._handle))
+        out, memory = np.empty(nbytes, np.uint8), self._staging.memory
+        for start in range(0, nbytes, memory.size):
+            count = min(memory.size, nbytes - start)
+            self._check(self._driver.cuMemcpyDtoHAsync(memory.ctypes.data, address + start, count, self._handle))
             self.synchronize()
-            out[start:start + count] = self._staging[:count]
+            out[start:start + count] = memory[:count]
         return out
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -351,7 +346,7 @@ class CudaDevice:
             self._driver.cuModuleUnload(module)
         for held in (self._configs, self._events, self._graphs, self._allocations, self._host_arrays, self._modules, self._images):
             held.clear()
-        self._staging = np.empty(0, np.uint8)
+        self._staging.close()
         del self._stream
         self._context.pop()
         self._context.detach()
