@@ -104,17 +104,11 @@ class Drafts:
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         limits = [min(limit, self._cap) for limit in limits]
-        flight, self._flight = self._flight, None
-        if flight is not None and all(self._follows(flight, sequence, limit)
-                                      for sequence, limit in zip(sequences, limits, strict=True)):
-            self._landed_steps = max(flight.depths)
-            self.num_landed += 1
-            return [self._landed(flight, sequence) for sequence in sequences]
         together = len(sequences)
         drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
         for sequence, found in zip(sequences, drafts, strict=True):
             self._state(sequence).sources = ["suffix"] * len(found)
-        if self._mtp is not None:
+        if self._mtp is not None and not self._land(sequences, limits, drafts):
             self._chains(sequences, limits, drafts)
         return drafts
 
@@ -127,28 +121,42 @@ class Drafts:
         if not self._prices.step_ms and not self._fixed:
             return  # a chain that is waited for tells its price
         share = MAX_DECODE_ROWS // len(sequences) - 1
-        depths = []
-        for sequence, count in zip(sequences, drafted, strict=True):
-            limit = min(self._cap, share, sequence.room - count - 2)
-            if limit <= 0 or not _is_plain(sequence) or (self._uses_suffix and index_of(sequence).match_length):
-                return
-            depths.append(self._depth(self._state(sequence).mtp, limit, True, len(sequences)))
-        steps = max(depths)
-        if steps and all(sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
+        depths = [self._depth_ahead(sequence, min(self._cap, share, sequence.room - count - 2), len(sequences))
+                  for sequence, count in zip(sequences, drafted, strict=True)]
+        known = [depth for depth in depths if depth is not None]
+        steps = max(known, default=0)
+        if steps and len(known) == len(depths) and all(
+                sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
             self._mtp.start_ahead(sequences, steps)
-            self._flight = Flight(list(sequences), depths, [sequence.num_steps + 1 for sequence in sequences])
+            self._flight = Flight(list(sequences), known, [sequence.num_steps + 1 for sequence in sequences])
             self.num_begun += 1
 
-    def _follows(self, flight: Flight, sequence: Sequence, limit: int) -> bool:
-        row = flight.row(sequence)
-        repeats = self._uses_suffix and index_of(sequence).match_length >= self.min_match
-        return row is not None and flight.depths[row] <= limit and not repeats and not sequence.is_diverted and _is_plain(sequence)
+    def _depth_ahead(self, sequence: Sequence, limit: int, together: int) -> int | None:
+        """Drafts of a chain that is begun ahead; None: it must not be, for others will be better."""
+        if limit <= 0 or not _is_plain(sequence):
+            return None
+        length = index_of(sequence).match_length if self._uses_suffix else 0
+        if length:
+            return 0 if length >= self.min_match and together > 1 else None
+        return self._depth(self._state(sequence).mtp, limit, True, together)
 
-    def _landed(self, flight: Flight, sequence: Sequence) -> list[int]:
-        row = flight.row(sequence)
-        assert row is not None
-        self._state(sequence).sources = ["mtp"] * flight.depths[row]
-        return [in_flight(row)] * flight.depths[row]
+    def _land(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> bool:
+        """Fill in the drafts of the chains in flight, where the text went on as they took for granted; False if there are none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        found = False
+        for place, (sequence, limit) in enumerate(zip(sequences, limits, strict=True)):
+            row = flight.row(sequence)
+            if row is None or drafts[place] or sequence.is_diverted or not _is_plain(sequence):
+                continue
+            depth = min(flight.depths[row], limit)
+            drafts[place], self._state(sequence).sources = [in_flight(row)] * depth, ["mtp"] * depth
+            found = found or depth > 0
+        if found:
+            self._landed_steps = max(flight.depths)
+            self.num_landed += 1
+        return found
 
     def _state(self, sequence: Sequence) -> DraftState:
         if sequence.draft_state is None:

@@ -34,7 +34,14 @@ def ahead_of(path, draft: str, cap: int, slots: int = 2, fixed: bool = True):
     desk = desk_of(path, draft, cap, fixed, slots)
     drafter, taken = desk.loaded.drafter, []
     drafter.runs_ahead = True
-    drafter._landed, landed = lambda flight, sequence: taken.append(len(drafts := landed(flight, sequence))) or drafts, drafter._landed
+    propose = drafter.propose
+
+    def watched(sequences, limits):
+        found = propose(sequences, limits)
+        taken.extend(len(drafts) for drafts in found if drafts and drafts[0] < 0)
+        return found
+
+    drafter.propose = watched
     return desk, taken
 
 
@@ -124,3 +131,12 @@ def test_deeper_drafts_are_first_thought_as_good_as_shallower_ones():
         prices.record_pass(rows, 4.0 + 0.1 * rows)
     prices.record_step(0.3)
     assert control.choose(prices, 15, True) in (4, 5)
+
+
+def test_one_that_repeats_beside_one_that_does_not(chain):
+    desk, taken = ahead_of(chain, "auto", 7)
+    copies = desk.submit(Request("copy", tuple(range(100, 190)) + tuple(range(100, 113)), SamplingParams(max_tokens=77)))
+    goes_on = desk.submit(Request("on", tuple(range(1000, 1040)), SamplingParams(max_tokens=60)))
+    desk.run()
+    assert copies.tokens == list(range(113, 190)) and goes_on.tokens == list(range(1040, 1100))
+    assert len(taken) > 4 and sum(desk.loaded.drafter.to_dict()["sources"]["suffix"]["accepted"]) > 50
