@@ -6,7 +6,7 @@
 
 constexpr int THREADS = 384, STAGES = 2, DIM_BLOCKS = HEAD_DIM / 64, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
 constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024, FEEDERS = 64;
-constexpr int FEED_REGISTERS = 80, ATTEND_REGISTERS = 208;   // of three times 168 at the launch
+constexpr int FEED_REGISTERS = 88, ATTEND_REGISTERS = 208;   // of three times 168 at the launch
 static_assert(FEED_REGISTERS + 2 * ATTEND_REGISTERS <= 3 * (65536 / THREADS / 8 * 8), "or they wait for ever");
 static_assert(QUERIES == 128 && (!TURNED_VALUES || HEAD_DIM % BLOCK_DIMS == 0), "two warpgroups of 64 rows");
 
@@ -20,19 +20,72 @@ struct AttendShared {
 };
 enum { KEYS_FULL = 0, KEYS_FREE = 1, VALUES_FULL = 2, VALUES_FREE = 3 };
 
-// Warps 0 and 1 feed keys, 2 and 3 values.
-template <int CODE>
-__device__ __forceinline__ void feed_tiles(const Attend& p, const AttendShared& shared, int seq, int keys, int offset, bool is_values) {
-  const int thread = threadIdx.x % FEEDERS;
-  int stage = 0, phase = 0;
-#pragma unroll 1
-  for (int start = 0; start < keys; start += KEYS) {
-    const unsigned char* source = kv_block(p, seq, start) + offset;
+// One half of the copying warpgroup, for keys or for values: the ring's next place, and what lies in the cache.
+struct Feed {
+  const Attend& p;
+  const AttendShared& shared;
+  int seq, keys, offset;   // offset: of the head in a layer's part of a block
+  bool is_values;
+  int stage, phase;
+
+  __device__ __forceinline__ const unsigned char* source(int start) const { return kv_block(p, seq, start) + offset; }
+  __device__ __forceinline__ SwizzledRows begin() const {
     arrival_wait(shared.barrier(is_values ? VALUES_FREE : KEYS_FREE, stage), phase ^ 1);
-    expand_tile<CODE, FEEDERS, 8>(source, start, p.first_position, keys, SwizzledRows{is_values ? shared.values(stage) : shared.keys(stage)}, thread);
+    return SwizzledRows{is_values ? shared.values(stage) : shared.keys(stage)};
+  }
+  __device__ __forceinline__ void end() {
     publish_shared();
     arrive(shared.barrier(is_values ? VALUES_FULL : KEYS_FULL, stage));
     if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Plain rows: pieces of 16 bytes are loaded three rounds ahead.
+template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
+  constexpr int AT_ONCE = 4, ROW = code_row_bytes(CODE), CHUNKS = KEYS * ROW / 16, ROUNDS = (CHUNKS + FEEDERS * AT_ONCE - 1) / (FEEDERS * AT_ONCE);
+  constexpr int NUMBERS = 16 * HEAD_DIM / ROW;
+  const int thread = threadIdx.x % FEEDERS, rounds = (feed.keys + KEYS - 1) / KEYS * ROUNDS;
+  const auto load = [&](int round, uint4 (&raw)[AT_ONCE]) {
+    const int start = round / ROUNDS * KEYS, base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
+    const uint4* tile = reinterpret_cast<const uint4*>(round < rounds ? feed.source(start) : nullptr);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int chunk = base + i * FEEDERS, key = start + chunk / (ROW / 16);
+      raw[i] = make_uint4(0, 0, 0, 0);
+      if (chunk < CHUNKS && key >= feed.p.first_position && key < feed.keys) raw[i] = __ldcg(tile + chunk);
+    }
+  };
+  const auto put = [&](int round, uint4 (&raw)[AT_ONCE]) {
+    const int base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
+    const SwizzledRows rows = round % ROUNDS == 0 ? feed.begin() : SwizzledRows{feed.is_values ? feed.shared.values(feed.stage) : feed.shared.keys(feed.stage)};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int chunk = base + i * FEEDERS;
+      if (chunk < CHUNKS) expand_plain<CODE>(raw[i], rows, chunk / (ROW / 16), chunk % (ROW / 16) * NUMBERS);
+    }
+    if (round % ROUNDS == ROUNDS - 1) feed.end();
+    load(round + 3, raw);
+  };
+  uint4 first[AT_ONCE], second[AT_ONCE], third[AT_ONCE];
+  load(0, first), load(1, second), load(2, third);
+#pragma unroll 1
+  for (int round = 0; round < rounds; round += 3) {
+    put(round, first);
+    if (round + 1 < rounds) put(round + 1, second);
+    if (round + 2 < rounds) put(round + 2, third);
+  }
+}
+
+template <int CODE> __device__ __forceinline__ void feed_tiles(Feed feed) {
+  if constexpr (is_turned(CODE)) {
+#pragma unroll 1
+    for (int start = 0; start < feed.keys; start += KEYS) {
+      const unsigned char* source = feed.source(start);
+      expand_tile<CODE, FEEDERS>(source, start, feed.p.first_position, feed.keys, feed.begin(), threadIdx.x % FEEDERS);
+      feed.end();
+    }
+  } else {
+    feed_plain<CODE>(feed);
   }
 }
 
@@ -217,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<FEED_REGISTERS>();
-    if (threadIdx.x < FEEDERS) feed_tiles<KEY_CODE>(p, shared, seq, keys, key_head * K_HEAD, false);
-    else feed_tiles<VALUE_CODE>(p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true);
+    if (threadIdx.x < FEEDERS) feed_tiles<KEY_CODE>(Feed{p, shared, seq, keys, key_head * K_HEAD, false, 0, 0});
+    else feed_tiles<VALUE_CODE>(Feed{p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true, 0, 0});
   } else {
     take_registers<ATTEND_REGISTERS>();
     const int group = threadIdx.x / 128 - 1;
