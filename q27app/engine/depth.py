@@ -35,6 +35,11 @@ class PassPrices:
     def record_step(self, ms: float) -> None:
         self.step_ms = ms if not self.step_ms else self.step_ms + PRICE_WEIGHT * (ms - self.step_ms)
 
+    def record_waited(self, ms: float) -> None:
+        """A step of a chain that was waited for, where most are not: with the wait it is dearer than those."""
+        if not self.step_ms:
+            self.record_step(ms)
+
     def pass_ms(self, rows: int) -> float:
         """Measured, or on the line through the nearest measured numbers of rows; never cheaper than fewer rows."""
         if not self._passes:

@@ -272,7 +272,7 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
     prices, mtp = PassPrices(), None
     if model.has_mtp and config.draft in ("auto", "mtp"):
         mtp = MtpDrafter(model, state, geometry.vocab_size, 0.0 if config.fixed_draft else MIN_MARGIN,
-                         STEPS_AT_ONCE[model.backend.name], prices.record_step)
+                         STEPS_AT_ONCE[model.backend.name], prices.record_waited if model.backend.is_ahead else prices.record_step)
     return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft, model.backend.is_ahead)
 
 

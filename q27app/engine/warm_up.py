@@ -61,7 +61,7 @@ class WarmUp:
     def __init__(self, model: Any, state: State, slots: SlotPool, blocks: BlockPool, max_draft: int, drafts_mtp: bool,
                  prices: PassPrices) -> None:
         self._model, self._state, self._slots, self._blocks = model, state, slots, blocks
-        self._drafts_mtp, self._prices = drafts_mtp, prices
+        self._drafts_mtp, self._prices, self._one_step_ms = drafts_mtp, prices, 0.0
         self.prefill_ms: dict[int, list[float]] = {}
         """Rows of a prefill -> milliseconds of each run."""
         self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp, model.max_rows))
@@ -113,17 +113,26 @@ class WarmUp:
             ms = _timed(lambda: self._forward(batch))
             if is_alone:
                 self._prices.record_pass(batch.num_rows, ms)
-            if is_alone and self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
+            if self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
                 self._run_ahead(batch)
 
     def _run_ahead(self, batch: Batch) -> None:
-        """Chains behind a pass, as many steps as its drafts."""
+        """Chains behind a pass, as many steps as its drafts. What a step more takes is the price of one."""
+        model, steps = self._model, batch.num_rows // batch.num_seqs - 1
         for params in SAMPLERS:
-            rows = sampling_rows([LogitRow(params, 0)], self._model.config.vocab_size)
-            for _ in range(2):
+            rows = sampling_rows([LogitRow(params, 0)] * batch.num_seqs, model.config.vocab_size)
+            for _ in range(TIMES):
                 self._forward(batch)
-                self._model.draft_ahead(self._state, batch.num_rows - 1, rows)
-                self._model.backend.result()
+                started = time.monotonic()
+                model.draft_ahead(self._state, steps, rows)
+                model.backend.drafted()
+                ms = (time.monotonic() - started) * 1e3
+                model.backend.result()
+            if batch.num_seqs == 1 and params is SAMPLERS[0]:
+                if steps == 1:
+                    self._one_step_ms = ms
+                elif self._one_step_ms:
+                    self._prices.record_step(max(0.0, ms - self._one_step_ms) / (steps - 1))
 
     def _forward(self, batch: Batch) -> None:
         """A pass and its draws."""
