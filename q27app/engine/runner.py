@@ -90,6 +90,11 @@ class Runner:
                 self._go_ahead([part.sequence for part in work.parts], [part.num_drafts for part in work.parts])
         return running
 
+    def start_behind(self, work: Work) -> Pass:
+        """Launch a decode pass behind the one that was started, whose draws are its tokens. `finish` that one next."""
+        self.model.backend.hold()
+        return self.start(work)
+
     def finish(self, running: Pass) -> list[Drawn]:
         """Wait for a pass; one result a part. Raises Q27Error."""
         backend, work, places = self.model.backend, running.work, running.places

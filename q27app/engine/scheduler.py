@@ -299,6 +299,8 @@ class Scheduler:
     def apply(self, work: Work, drawn: Seq[Drawn], cuts: Seq[Cut | None]) -> None:
         """Move every sequence of a pass on. cuts: what becomes text of each part's run; None where nothing was drawn."""
         for part, result, cut, rows in zip(work.parts, drawn, cuts, work.rows_to_commit(cuts), strict=True):
+            if part.sequence.is_finished:   # its row was started before that was known
+                continue
             if work.phase == "prefill":
                 self._apply_prefill(part, result)
             else:

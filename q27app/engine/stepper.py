@@ -13,11 +13,12 @@ import logging
 import time
 from collections.abc import Callable
 
+from q27app.engine.ahead import work_after
 from q27app.engine.cut import Cut, cut_run
 from q27app.engine.loading import Loaded
 from q27app.engine.prefix_cache import Match
 from q27app.engine.request import FinishReason, TokenEvent
-from q27app.engine.runner import Runner
+from q27app.engine.runner import Pass, Runner
 from q27app.engine.scheduler import Scheduler, Work
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.settle import Settler
@@ -41,6 +42,8 @@ class Stepper:
         self._settler, self._warm_up = Settler(self._scheduler), loaded.warm_up
         self._meter, self._forget, self._checks_pools = meter, forget, checks_pools
         self._lost: list[Sequence] = []
+        self._behind: Pass | None = None
+        """Started behind the pass that was finished last."""
         if self._warm_up is not None:
             self._take_prices(self._warm_up)
 
@@ -96,7 +99,9 @@ class Stepper:
             self._use_spare_time()
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
-        work = self._scheduler.next_work()
+        if self._behind is not None and all(part.sequence.is_finished for part in self._behind.work.parts):
+            self._behind = None
+        work = self._scheduler.next_work() if self._behind is None else self._behind.work
         if work is not None:
             started, fresh = time.monotonic(), self._runner.num_fresh
             self._run(work)
@@ -137,12 +142,14 @@ class Stepper:
 
     def _run(self, work: Work) -> None:
         try:
-            running = self._runner.start(work)
+            running, self._behind = self._behind or self._runner.start(work), None
             if self._runner.is_ahead:
+                self._start_behind(work)
                 self._deliver()
             drawn = self._runner.finish(running)
             vocab_size = self._scheduler.vocab_size
-            cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size) if result.tokens else None
+            cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size)
+                                      if result.tokens and not part.sequence.is_finished else None
                                       for part, result in zip(work.parts, drawn, strict=True)]
             if work.is_deferred and not work.commits_what_is_accepted:
                 self._runner.commit(work.rows_to_commit(cuts))
@@ -154,6 +161,12 @@ class Stepper:
             for part in work.parts:
                 if not part.sequence.is_finished:
                     self._scheduler.finish(part.sequence, FinishReason.ERROR, error)
+
+    def _start_behind(self, work: Work) -> None:
+        """Start the pass after this one, if it is known already."""
+        following = work_after(self._scheduler, work)
+        if following is not None:
+            self._behind = self._runner.start_behind(following)
 
     def _deliver(self) -> None:
         """Hand out the events, in order. A receiver that raises loses its request: `_end_lost` cancels it."""

@@ -216,6 +216,9 @@ class Backend(Protocol):
     def result(self) -> Sampled:
         """The one small download of a step; waits."""
         ...
+    def hold(self) -> None:
+        """What was drawn is on its way; `result` tells it also if another pass is started before that is asked for."""
+        ...
     def begin_ahead(self, rows: SamplingRows) -> Hashable:
         """A chain of drafts begins where the pass that was just drawn will turn out to have ended, a row for each of its
         sequences; each of them drew, had one known row, and no penalties. `result` does not wait for it, and a deferred pass

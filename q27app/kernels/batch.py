@@ -17,7 +17,8 @@ Phase = Literal["prefill", "decode", "verify", "draft"]
 
 
 def in_flight(row: int) -> int:
-    """The token of a draft that only the device knows: of row `row` of the chain that `Backend.begin_ahead` began."""
+    """A token that only the device knows. As the first one of a sequence: what row `row` of the pass before drew. As a later one:
+    the draft of row `row` of the chain that `Backend.begin_ahead` began."""
     return -1 - row
 
 
@@ -41,8 +42,7 @@ class Batch:
 
     phase        chooses the kernel family, never the row count: "prefill" runs the tile family also for one row; the
                  others run the row family. "draft" rows go through the MTP layer only.
-    tokens       int32 [rows]     a negative one, `in_flight(row)`: the draft of that row of the chain that was begun before
-                                  this pass; such rows follow one known row of their sequence
+    tokens       int32 [rows]     a negative one, `in_flight(row)`, is known to the device alone
     positions    int32 [rows]     absolute position of each row in its sequence
     row_starts   int32 [seqs + 1] rows of sequence i are row_starts[i] .. row_starts[i + 1]
     slots        int32 [seqs]     the recurrent state of each sequence
@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def is_in_flight(self) -> bool:
-        """Some drafts are known to the device alone."""
+        """Some tokens are known to the device alone."""
         return bool((self.tokens < 0).any())
 
 

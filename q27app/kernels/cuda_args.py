@@ -120,7 +120,7 @@ class Follow(ctypes.Structure):
 
 
 class TakeDrafts(ctypes.Structure):
-    _fields_ = _fields(p="tokens row_starts drafts", i="rows num_seqs chain_rows")
+    _fields_ = _fields(p="tokens drawn row_starts drafts", i="rows num_seqs chain_rows")
 
 
 class Accept(ctypes.Structure):

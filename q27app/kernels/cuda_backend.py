@@ -328,6 +328,9 @@ class CudaBackend:
     def result(self) -> Sampled:
         return self._sampler.result(self.batch.num_seqs)
 
+    def hold(self) -> None:
+        self._sampler.hold(self.batch.num_seqs)
+
     def begin_ahead(self, rows: SamplingRows) -> Hashable:
         each = np.arange(self.batch.num_seqs + 1, dtype=np.int32)
         self._ahead_of = self.batch, self.area

@@ -11,6 +11,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels.batch import MAX_KEEPS, Batch
 from q27app.kernels.launch import Device
+from q27app.kernels.staging import Slate
 
 
 def _places(max_rows: int, max_seqs: int, table_stride: int) -> tuple[dict[str, int], int]:
@@ -36,39 +37,37 @@ class BatchArea:
         self.max_rows, self.max_seqs, self.table_stride = max_rows, max_seqs, table_stride
         self._device = device
         self._at, end = _places(max_rows, max_seqs, table_stride)
-        self._host = device.pinned(4 * end).view(np.int32)
-        self._host[:] = 0
+        self._hosts = [Slate(device, 4 * end), Slate(device, 4 * end)]
         self.address = device.allocate(4 * end)
-        self._moment: int | None = None
-        self._num_tables = 0   # so many rows of the tables are on the device as they are here
+        self._tables = np.full((max_seqs, table_stride), -1, np.int32)   # what is known to be on the device, -1 elsewhere
 
     def at(self, name: str, index: int = 0) -> int:
         """Device address of item `index` of a field."""
         return self.address + 4 * (self._at[name] + index)
 
     def put(self, batch: Batch) -> None:
-        """Copy the batch's arrays over. The host waits only if the copy before has not happened yet."""
-        is_recording = self._device.is_recording
-        if self._moment is not None and not is_recording and not self._device.has_passed(self._moment):
-            self._device.synchronize()
-        width = batch.block_tables.shape[1]
+        """Copy the batch's arrays over. The host waits only if the copy before the last has not happened yet."""
+        width, count = batch.block_tables.shape[1], batch.num_seqs
         if width > self.table_stride:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
+        self._hosts.reverse()
+        host = self._hosts[0].open().view(np.int32)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
                              ("row_starts", batch.row_starts), ("slots", batch.slots)):
-            self._host[self._at[name]:self._at[name] + len(values)] = values
+            host[self._at[name]:self._at[name] + len(values)] = values
         if batch.keeps:
             keeps = np.array([(keep.seq, keep.rows, keep.slot) for keep in batch.keeps], np.int32).reshape(-1)
-            self._host[self._at["keeps"]:self._at["keeps"] + len(keeps)] = keeps
-        tables = self._host[self._at["tables"]:].reshape(-1)[:self.max_seqs * self.table_stride]
-        tables = tables.reshape(self.max_seqs, self.table_stride)[:batch.num_seqs, :width]
-        wanted, used = np.maximum(batch.block_tables, 0), self._at["tables"]
-        if batch.num_seqs > self._num_tables or (tables != wanted).any() or is_recording:
-            tables[:] = wanted
-            used += max(self._num_tables, batch.num_seqs) * self.table_stride
-            self._num_tables = 0 if is_recording else max(self._num_tables, batch.num_seqs)
-        self._device.upload_pinned(self.address, self._host[:used])
-        self._moment = self._device.moment()
+            host[self._at["keeps"]:self._at["keeps"] + len(keeps)] = keeps
+        wanted, used, known = np.maximum(batch.block_tables, 0), self._at["tables"], self._tables[:count]
+        if self._device.is_recording or (known[:, :width] != wanted).any():
+            tables = host[used:used + count * self.table_stride].reshape(count, self.table_stride)
+            tables[:, :width] = wanted
+            used += count * self.table_stride
+            known[:] = -1
+            if not self._device.is_recording:
+                known[:, :width] = wanted
+        self._device.upload_pinned(self.address, host[:used])
+        self._hosts[0].sent()
 
     def release(self) -> None:
         self._device.release(self.address)

@@ -11,6 +11,7 @@ from q27app.kernels import cuda_args
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.memory import CudaBuffer
+from q27app.kernels.staging import Slate
 
 CHUNKS, LIST, MAX_LOGPROBS, MAX_STEPS = 64, 4096, 32, 16
 
@@ -37,14 +38,13 @@ class Inputs:
 
     def __init__(self, device, address: int, nbytes: int) -> None:
         self._device, self._address, self._size = device, address, nbytes
-        self._host = device.pinned(nbytes)
-        self._moment: int | None = None
+        self._hosts = [Slate(device, nbytes), Slate(device, nbytes)]
 
     def put(self, rows: SamplingRows, limits: np.ndarray | None = None) -> tuple[cuda_args.Sample, int]:
         """Where everything lies, and the limits. limits: of a chain of drafts, whose penalty lists get a place a step.
         The places depend on the number of rows alone where there are neither penalties nor masks."""
-        if self._moment is not None and not self._device.is_recording and not self._device.has_passed(self._moment):
-            self._device.synchronize()
+        self._hosts.reverse()
+        host = self._hosts[0].open()
         args, end, limits_at = cuda_args.Sample(), 0, 0
         arrays = {
             "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
@@ -62,14 +62,14 @@ class Inputs:
             data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
             if end + data.size > self._size:
                 raise Q27Error(f"sampling parameters of {len(rows.temperature)} rows need more than {self._size} bytes.")
-            self._host[end:end + data.size] = data
+            host[end:end + data.size] = data
             if name == "limits":
                 limits_at = self._address + end
             else:
                 setattr(args, name, self._address + end)
             end += -(-data.size // 16) * 16
-        self._device.upload_pinned(self._address, self._host[:max(end, 16)])
-        self._moment = self._device.moment()
+        self._device.upload_pinned(self._address, host[:max(end, 16)])
+        self._hosts[0].sent()
         return args, limits_at
 
 
@@ -87,6 +87,8 @@ class Sampler:
         """The parameters that lie there, and where."""
         self._sent_host = self._device.pinned(8 * max_rows + 4 * max_seqs)
         self._sent: tuple | None = None
+        self._held_host = self._device.pinned(8 * max_rows + 4 * max_seqs)
+        self._held: tuple | None = None
         self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
         self._step, self._chain = 0, cuda_args.Sample()
@@ -167,9 +169,9 @@ class Sampler:
         self._backend.launch("draft", "follow", (1,), 64, 0, args)
 
     def take_drafts(self, batch: Batch) -> None:
-        """The drafts of the last chain into the batch that was put into the area."""
+        """Drafts of the last chain, and what the pass before drew, into the batch that was put into the area."""
         area = self._backend.area
-        args = cuda_args.TakeDrafts(area.at("tokens"), area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
+        args = cuda_args.TakeDrafts(area.at("tokens"), self._out, area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
         self._backend.launch("draft", "take_drafts", (1,), 64, 0, args)
 
     def draw_drafts(self, logits: CudaBuffer) -> None:
@@ -216,11 +218,19 @@ class Sampler:
         assert self._sent is not None
         self._sent = (self._device.mark(), *self._sent[1:])
 
+    def hold(self, num_seqs: int) -> None:
+        """Download what was drawn for the next `result`, whatever is drawn meanwhile."""
+        self._device.download_pinned(self._held_host, self._out)
+        self._held = (self._device.mark(), self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
+
     def result(self, num_seqs: int) -> Sampled:
         most, (n, num_logprobs, accepted_valid) = self.max_rows, (self._rows, self._num_logprobs, self._accepted_valid)
-        if self._sent is not None:
-            event, n, num_seqs, num_logprobs, accepted_valid = self._sent
-            self._sent = None
+        if self._held is not None:
+            (event, n, num_seqs, num_logprobs, accepted_valid), self._held = self._held, None
+            self._device.wait(event)
+            words = self._held_host.view(np.int32)
+        elif self._sent is not None:
+            (event, n, num_seqs, num_logprobs, accepted_valid), self._sent = self._sent, None
             self._device.wait(event)
             words = self._sent_host.view(np.int32)
         else:

@@ -76,6 +76,7 @@ class NumpyBackend:
         self._loaded: list[NumpyWeight] = []
         self._buffer_bytes = 0
         self._sampled: Sampled | None = None
+        self._held: Sampled | None = None
         self._chain: DraftChain | None = None
 
     # memory
@@ -150,7 +151,7 @@ class NumpyBackend:
     # the network
 
     def begin(self, batch: Batch, state: NumpyState) -> None:
-        self._pass = begin_pass(batch := with_drafts(batch, self._chain), state)
+        self._pass = begin_pass(batch := with_drafts(batch, self._chain, self._sampled), state)
         if self._blas_threads > 1:
             use_threads(1 if self._pass.tiles is not None else self._blas_threads)  # tiles are shared among threads
         if batch.deferred:
@@ -300,9 +301,13 @@ class NumpyBackend:
         self._sampled = Sampled(drawn.tokens, drawn.margins, accepted, drawn.logprobs)
 
     def result(self) -> Sampled:
-        if self._sampled is None:
+        found, self._held = self._held or self._sampled, None
+        if found is None:
             raise Q27Error("result without a sample before it.")
-        return self._sampled
+        return found
+
+    def hold(self) -> None:
+        self._held = self._sampled
 
     def begin_ahead(self, rows: SamplingRows) -> int:
         self._chain = chain_ahead(rows, followed(self._work.batch, self.result()))

@@ -48,17 +48,19 @@ def chain_ahead(rows: SamplingRows, first: Batch) -> DraftChain:
     return DraftChain(replace(rows, positions=first.positions.astype(np.int64) + 1), np.full(first.num_rows, MAX_DECODE_ROWS))
 
 
-def with_drafts(batch: Batch, chain: DraftChain | None) -> Batch:
-    """The batch with what the chain drew in the places of its `in_flight` tokens."""
+def with_drafts(batch: Batch, chain: DraftChain | None, before: Sampled | None = None) -> Batch:
+    """The batch with what the chain, and the pass before, drew in the places of its `in_flight` tokens."""
     if not batch.is_in_flight:
         return batch
-    if chain is None:
-        raise Q27Error("a pass with drafts in flight, and no chain has begun.")
     lengths = np.diff(batch.row_starts)
-    depths = np.arange(batch.num_rows) - np.repeat(batch.row_starts[:-1], lengths) - 1
-    drafts, unknown = chain.result().tokens, batch.tokens < 0
-    tokens = batch.tokens.copy()
-    tokens[unknown] = drafts[depths[unknown], -1 - tokens[unknown]]
+    depths = np.arange(batch.num_rows) - np.repeat(batch.row_starts[:-1], lengths)
+    tokens, drawn, drafted = batch.tokens.copy(), (batch.tokens < 0) & (depths == 0), (batch.tokens < 0) & (depths > 0)
+    if drafted.any() and chain is None or drawn.any() and before is None:
+        raise Q27Error("a pass with tokens in flight, and nothing before it drew any.")
+    if chain is not None and drafted.any():
+        tokens[drafted] = chain.result().tokens[depths[drafted] - 1, -1 - tokens[drafted]]
+    if before is not None:
+        tokens[drawn] = before.tokens[-1 - tokens[drawn]]
     return replace(batch, tokens=tokens)
 
 

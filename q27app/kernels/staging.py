@@ -1,4 +1,6 @@
-"""Large arrays to the device through page-locked memory: one half of it is filled, by several threads, while the other is sent."""
+"""Page-locked memory on the way to the device: slates for the small arrays of each pass, and a staging area for large arrays, one
+half of which is filled, by several threads, while the other is sent.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,26 @@ class Sends(Protocol):
     def upload_pinned(self, address: int, data: np.ndarray) -> None: ...
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
+
+
+class Slate:
+    """Page-locked memory whose contents are sent without waiting, and which is written again only when they have been. With two in turn
+    the host may prepare a pass while the one before has not begun."""
+
+    def __init__(self, device: Any, nbytes: int) -> None:
+        self._device, self._memory = device, device.pinned(nbytes)
+        self._moment: int | None = None
+
+    def open(self) -> np.ndarray:
+        """The memory, uint8 [nbytes], to be written. What is recorded is not waited for."""
+        device = self._device
+        if self._moment is not None and not device.is_recording and not device.has_passed(self._moment):
+            device.synchronize()
+        return self._memory
+
+    def sent(self) -> None:
+        """What it holds has been sent."""
+        self._moment = self._device.moment()
 
 
 class Staging:

@@ -157,3 +157,21 @@ def test_any_interleaving_on_the_dense_model_gives_the_solitary_bits(dense, alon
             assert told(answer) == (expected[:len(answer.tokens)] if key in cancelled else expected)
 
     run()
+
+
+def test_passes_started_ahead_change_no_token(dense):
+    def prompt_of(length: int, seed: int) -> tuple[int, ...]:
+        return tuple(mix(seed, place) % 2560 for place in range(length))
+
+    desk = desk_of(dense)
+    desk.model.backend.is_ahead = True
+    asked = {f"r{seed}": request for seed, request in enumerate([
+        Request("r0", prompt_of(70, 1), SamplingParams(max_tokens=12)), Request("r1", prompt_of(9, 3), SamplingParams(max_tokens=20, temperature=0.9, seed=5)),
+        Request("r2", prompt_of(130, 4), SamplingParams(max_tokens=7, temperature=0.7, top_k=20, seed=6))])}
+    answers = {name: desk.submit(request) for name, request in asked.items()}
+    desk.run()
+    for name, request in asked.items():
+        lonely = desk_of(dense)
+        answer = lonely.submit(request)
+        lonely.run()
+        assert answers[name].tokens == answer.tokens

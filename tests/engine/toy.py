@@ -19,6 +19,7 @@ from q27app.engine.status import Meter
 from q27app.engine.stepper import Stepper
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch, Sampled, SamplingRows
 from q27app.kernels.numpy_pass import check_batch
+from q27app.kernels.reference_draft import with_drafts
 from q27app.kernels.reference_sample import count_accepted, sample_rows
 from tests.engine.toy_export import ToyExport
 
@@ -121,6 +122,7 @@ class ToyBackend:
         self.deferred: tuple[Batch, ToyState] | None = None
         self.batch: Batch | None = None
         self.sampled: Sampled | None = None
+        self.held: Sampled | None = None
         self.is_closed = False
 
     def download(self, buffer: ToyBuffer) -> np.ndarray:
@@ -137,8 +139,12 @@ class ToyBackend:
         self.sampled = Sampled(drawn.tokens, drawn.margins, count_accepted(batch, drawn.tokens), drawn.logprobs)
 
     def result(self) -> Sampled:
-        assert self.sampled is not None
-        return self.sampled
+        found, self.held = self.held or self.sampled, None
+        assert found is not None
+        return found
+
+    def hold(self) -> None:
+        self.held = self.sampled
 
     def commit(self, accepted: np.ndarray | None = None) -> None:
         assert self.deferred is not None, "commit without a deferred pass"
@@ -173,6 +179,7 @@ class ToyModel:
 
     def forward(self, batch: Batch, state: ToyState, warm_mtp: bool = True) -> ToyBuffer:
         check_batch(batch, state)
+        batch = with_drafts(batch, None, self.backend.sampled)
         self.before(batch)
         self.passes.append(batch)
         self.backend.batch = batch

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from q27app.kernels import reference
-from q27app.kernels.batch import Batch, Keep
+from q27app.kernels.batch import Batch, Keep, SamplingRows, in_flight
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.numpy_backend import NumpyBackend
 from q27app.model.config import ModelConfig
@@ -175,6 +175,39 @@ def check_keeps(lines: Lines) -> None:
     np.testing.assert_array_equal(found[2], run(make_batch("prefill", [second[:64]], [0], [0], [[0]], [63]))[0])
     np.testing.assert_array_equal(run(replace(batch, keeps=(Keep(0, 128, 2),)))[2],
                                   run(make_batch("prefill", [first[:128]], [0], [0], [[0, 1]], [127]))[0])
+
+
+def check_pass_behind(lines: Lines, rows: SamplingRows) -> None:
+    """A decode pass whose tokens are what the pass before drew has the bits of one that is told them, and the first one's result is
+    not lost. rows: draws of two rows."""
+    model, state, backend = lines.model, lines.state, lines.model.backend
+
+    def begin() -> Batch:
+        for slot in (0, 1):
+            state.clear_slot(slot)
+        model.forward(make_batch("prefill", [[1, 2, 3], [9, 8]], [0, 0], [0, 1], [[0], [1]], []), state, True)
+        batch = make_batch("decode", [[4], [7]], [3, 2], [0, 1], [[0], [1]])
+        backend.sample(model.forward(batch, state, True), rows)
+        return make_batch("decode", [[in_flight(1)], [in_flight(0)]], [3, 4], [1, 0], [[1], [0]])
+
+    def end(batch: Batch) -> tuple[list[int], np.ndarray]:
+        logits = model.forward(batch, state, True)
+        backend.sample(logits, rows)
+        return backend.result().tokens.tolist(), backend.download(logits)
+
+    behind = begin()
+    known = backend.result().tokens
+    told = end(replace(behind, tokens=np.array([known[1], known[0]], np.int32)))
+    states = [state.export_slot(slot) for slot in (0, 1)]
+    begin()
+    backend.hold()
+    logits = model.forward(behind, state, True)
+    backend.sample(logits, rows)
+    np.testing.assert_array_equal(backend.result().tokens, known)
+    assert backend.result().tokens.tolist() == told[0]
+    np.testing.assert_array_equal(backend.download(logits), told[1])
+    for slot in (0, 1):
+        np.testing.assert_array_equal(state.export_slot(slot), states[slot])
 
 
 def draft(lines: Lines, step: int, token: int, first: bool) -> np.ndarray:

@@ -69,13 +69,17 @@ def test_tables_are_copied_where_they_changed_and_are_always_right():
     assert len(set(memory.num_bytes)) > 1 and max(memory.num_bytes) <= area_bytes(64, 4, 8)
 
 
-def test_the_hosts_copy_is_written_again_only_after_a_wait():
+def test_the_hosts_copies_are_written_in_turn_and_again_only_after_a_wait():
     memory = Memory()
     area = BatchArea(memory, 64, 4, 8)
-    area.put(make_batch("decode", [[1]], [0], [0], [[3]]))
-    assert memory.num_waits == 0
-    area.put(make_batch("decode", [[2]], [0], [0], [[4]]))
-    assert memory.num_waits == 1 and found(memory, area, "tokens", 1) == [1]
+    for step in (1, 2):
+        area.put(make_batch("decode", [[step]], [0], [0], [[3]]))
+    assert memory.num_waits == 0, "a pass may be prepared while the one before has not begun"
+    area.put(make_batch("decode", [[3]], [0], [0], [[4]]))
+    assert memory.num_waits == 1 and found(memory, area, "tokens", 1) == [2]
     memory.synchronize()
-    area.put(make_batch("decode", [[5]], [0], [0], [[4]]))
+    for step in (4, 5):
+        area.put(make_batch("decode", [[step]], [0], [0], [[4]]))
     assert memory.num_waits == 2, "somebody has waited already"
+    memory.synchronize()
+    assert found(memory, area, "tokens", 1) == [5] and found(memory, area, "tables", 1) == [4]

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from q27app.engine.request import SamplingParams
+from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.errors import Q27Error
 from q27app.kernels.batch import Keep
 from tests.kernels import made
-from tests.kernels.cuda_checks import check_keeps
+from tests.kernels.cuda_checks import check_keeps, check_pass_behind
 
 SEED = 5
 TOKENS = np.random.default_rng(SEED).integers(0, 101, 700)
@@ -270,3 +272,8 @@ def test_a_keep_that_does_not_fit_is_refused(tiny, keep):
     batch = made.make_batch("prefill", [[1] * 70], [0], [0], [[0, 1]])
     with pytest.raises(Q27Error, match="keep"):
         tiny.forward(replace(batch, keeps=(keep,)), lines.state, True)
+
+
+def test_a_decode_pass_behind_another_takes_what_that_one_drew(tiny):
+    rows = sampling_rows([LogitRow(SamplingParams(), 5), LogitRow(SamplingParams(temperature=0.8, seed=3), 4)], tiny.config.vocab_size)
+    check_pass_behind(made.Lines(tiny, 2, 4), rows)

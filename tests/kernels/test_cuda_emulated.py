@@ -182,6 +182,12 @@ def greedy_text(lines, slot: int, token: int, count: int) -> list[int]:
     return out
 
 
+def test_a_decode_pass_behind_another_takes_what_that_one_drew(device):
+    tensors = cuda_checks.model_tensors(cuda_checks.NANO, F16)
+    model = cuda_checks.bound_model(CudaBackend(device), cuda_checks.NANO, tensors, 64)
+    cuda_checks.check_pass_behind(cuda_checks.Lines(model, 2, 4, "fp16", 16), sampling_rows(2, temperature=np.array([0, 0.8], np.float32)))
+
+
 def run_ahead(lines, texts: list[list[int]], steps: int, is_late: bool) -> tuple[list, list]:
     """A verify pass with one right draft for sequence 0 and none for 1, chains begun ahead, and the pass that takes them,
     sequence 1 first and sequence 0 with fewer. Accepted counts and drawn tokens of both passes. is_late: the first pass is

@@ -1,5 +1,5 @@
 // draft_next: what a draft step drew becomes the input of the next one, without the host. follow: what a pass drew becomes the
-// input of a chain. take_drafts: what a chain drew becomes the drafts of a pass.
+// input of a chain. take_drafts: what a chain or the pass before drew becomes tokens of a pass.
 // Reference: reference_draft     Used by: Backend.draw_drafts, Backend.begin_ahead, Backend.begin
 // Shapes:    drawn [rows], margins [rows] -> tokens, positions [rows] of the batch, positions of the draws [rows],
 //            penalty lists, drafts [step, rows], draft margins [step, rows], rotary angles
@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(64) follow(const __grid_constant__ 
 }
 
 struct TakeDrafts {
-  int* tokens;            // of the batch; -1 - row: the draft of this row of the chain
+  int* tokens;            // of the batch; -1 - row: what this row of the pass before drew, or the draft of this row of the chain
+  const int* drawn;       // [rows of the pass before]
   const int* row_starts;  // of the batch
   const int* drafts;      // [steps, chain_rows]
   int rows, num_seqs, chain_rows;
@@ -87,5 +88,6 @@ extern "C" __global__ void __launch_bounds__(64) take_drafts(const __grid_consta
   if (row >= p.rows || p.tokens[row] >= 0) return;
   int seq = 0;
   while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
-  p.tokens[row] = p.drafts[(row - p.row_starts[seq] - 1) * p.chain_rows - 1 - p.tokens[row]];
+  const int depth = row - p.row_starts[seq], source = -1 - p.tokens[row];
+  p.tokens[row] = depth ? p.drafts[(depth - 1) * p.chain_rows + source] : p.drawn[source];
 }
