@@ -60,7 +60,7 @@ class Card:
     def linear_tiles_defines(self) -> dict[str, int]:
         if self.has_warpgroups:
             return {"WARPGROUPS": 1}
-        return {"WARPGROUPS": 0, "WIDE_TOKENS": 256, "TILE_STAGES": 3} if self.is_wide else {"WARPGROUPS": 0, "WIDE_TOKENS": 128, "TILE_STAGES": 2}
+        return {"WARPGROUPS": 0, "TILE_STAGES": 3 if self.is_wide else 2}
 
     def attend_defines(self) -> dict[str, int]:
         """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""

@@ -41,9 +41,9 @@ class LinearRows(ctypes.Structure):
 
 class LinearTiles(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights x inverse out"),
+        *_fields(p="weights x inverse out partial"),
         ("segments", Segment * MAX_SEGMENTS),
-        *_fields(i="num_segments rows units wrap x_stride out_stride out_rows"),
+        *_fields(i="num_segments rows units wrap x_stride out_stride out_rows splits part_stride"),
     ]
 
 

@@ -111,20 +111,32 @@ class LinearStages:
         backend.launch("rows", "halve_short_rows" if padded <= SHORT_ROW else "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
             int(card.has_warpgroups), int(is_remainder)), dependent=False)
+        splits = cuda_tiles.tile_splits(card, weight.segments, weight.units) if stage == "add" else 1
+        nbytes = splits * rows * out_rows * 4
+        together = splits > 1 and rows <= cuda_tiles.SIDE_BY_SIDE_ROWS and backend.scratch.holds(nbytes)
+        partial = backend.scratch.split_sums(nbytes) if together else 0
+        args = cuda_args.LinearTiles(weights=weight.address, x=halves, inverse=inverse, out=out.address, partial=partial, rows=rows,
+                                     units=weight.units, wrap=weight.wrap, x_stride=padded, out_stride=out.shape[1], out_rows=out_rows,
+                                     splits=splits, part_stride=rows * out_rows)
         kinds = {kind: tuple(segment for segment in weight.segments if segment.kind == kind) for kind in {s.kind for s in weight.segments}}
-        parts = [part for segments in kinds.values() for part in cuda_tiles.tile_plan(card, segments, rows)]
+        parts = [part for some in kinds.values() for part in cuda_tiles.tile_plan(card, some, rows, splits if together else 1)]
         # those after the first may run beside it: they wait for nothing but its start
         for index, part in enumerate(sorted(parts, key=lambda part: (-part.cost(card), part.segments[0].first_tile))):
-            shape, kind, first = part.shape, part.segments[0].kind, part.first_token
-            args = cuda_args.LinearTiles(weight.address, halves + 2 * padded * first, inverse + 4 * first, out.address + 4 * first * out.shape[1])
-            args.segments[:len(part.segments)] = [segment.args() for segment in part.segments]
-            args.num_segments, args.rows, args.units, args.wrap = len(part.segments), part.rows, weight.units, weight.wrap
-            args.x_stride, args.out_stride, args.out_rows = padded, out.shape[1], out_rows
-            grid = (part.token_blocks, part.tile_blocks)
-            if card.has_warpgroups:
-                grid = (min(grid[0] * grid[1], shape.at_once * card.num_sms),)
-            backend.launch("linear_tiles", f"linear_tiles_{stage}_{shape.name}_{KIND_NAMES[kind]}", grid, shape.threads,
-                           shape.shared_bytes(card, kind), args, dependent=index > 0)
+            self._tile_part(stage, args, part, index > 0)
+        if together:
+            backend.launch("linear_tiles", "linear_tiles_merge", (rows,), 256, 0, args, dependent=False)
+
+    def _tile_part(self, stage: str, whole: cuda_args.LinearTiles, part: cuda_tiles.TilePart, dependent: bool) -> None:
+        """One launch. whole: the parameters of all of out."""
+        card, shape, kind, first = self._backend.device.card, part.shape, part.segments[0].kind, part.first_token
+        args = cuda_args.LinearTiles.from_buffer_copy(whole)
+        args.x, args.inverse, args.out = whole.x + 2 * whole.x_stride * first, whole.inverse + 4 * first, whole.out + 4 * first * whole.out_stride
+        args.partial = whole.partial and whole.partial + 4 * first * whole.out_rows
+        args.segments[:len(part.segments)] = [segment.args() for segment in part.segments]
+        args.num_segments, args.rows = len(part.segments), part.rows
+        grid = (min(part.blocks, shape.at_once * card.num_sms),) if card.has_warpgroups else (part.token_blocks, part.tile_blocks)
+        self._backend.launch("linear_tiles", f"linear_tiles_{stage}_{shape.name}_{KIND_NAMES[kind]}", grid, shape.threads,
+                             shape.shared_bytes(card, kind), args, dependent)
 
     # rows in and out
 

@@ -7,6 +7,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_attention import ATTEND_ROWS, COUNTERS
+from q27app.kernels.cuda_tiles import MAX_TILE_SPLITS, SIDE_BY_SIDE_ROWS
 from q27app.kernels.memory import Arena, CudaBuffer
 
 
@@ -39,7 +40,8 @@ class Scratch:
         self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 8 * 4))
         """Of up to 16 rows of the row family: fp16 [rows, width], -sums [rows, units], 1 / scale [rows, splits]."""
         shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
-                     max_rows * wide_width * 4)
+                     max_rows * wide_width * 4,
+                     MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4 if card.has_warpgroups else 0)
         self._shared, self._shared_bytes = arena.take(shared), shared
 
     def _check(self, rows: int) -> None:
@@ -62,6 +64,14 @@ class Scratch:
         """fp16 [rows, heads, head_dim], float32 [rows, heads]."""
         self._check(rows)
         return self._shared, self._shared + -(-rows * self._query_row * 2 // 256) * 256
+
+    def holds(self, nbytes: int) -> bool:
+        return nbytes <= self._shared_bytes
+
+    def split_sums(self, nbytes: int) -> int:
+        """Room for the sums of K splits that run side by side."""
+        assert nbytes <= self._shared_bytes, (nbytes, self._shared_bytes)
+        return self._shared
 
     def wide(self, rows: int, width: int) -> CudaBuffer:
         """float32 [rows, width] for a joined or ungated row."""

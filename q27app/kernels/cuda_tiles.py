@@ -12,7 +12,7 @@ from functools import lru_cache
 from q27app.kernels.card import Card
 from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_BYTES, UNIT_COLS, Segment
 
-NARROW_TOKENS, ROW_PAD = 64, 8
+ROW_PAD = 8
 RING_START, MAX_STAGES, SM_SHARED, BLOCK_SHARED = 2048, 8, 228 * 1024, 1024
 """As in tiles_warpgroup.cuh."""
 
@@ -39,12 +39,14 @@ class TileShape:
 
 @dataclass(frozen=True)
 class TilePart:
-    """What one launch computes: these rows of the matrix for `rows` tokens from `first_token`, a multiple of 64, on."""
+    """What one launch computes: these rows of the matrix for `rows` tokens from `first_token`, a multiple of 64, on, in as many K
+    splits side by side."""
 
     shape: TileShape
     segments: tuple[Segment, ...]
     first_token: int
     rows: int
+    splits: int = 1
 
     @property
     def tile_blocks(self) -> int:
@@ -54,22 +56,43 @@ class TilePart:
     def token_blocks(self) -> int:
         return -(-self.rows // self.shape.tokens)
 
+    @property
+    def blocks(self) -> int:
+        return self.tile_blocks * self.token_blocks * self.splits
+
     def cost(self, card: Card) -> float:
         """Time, in blocks of one tile and one token that a multiprocessor does one after the other at full speed."""
-        waves = -(-self.tile_blocks * self.token_blocks // max(1, card.num_sms))
-        return waves * self.shape.tiles * self.shape.tokens / self.shape.share
+        waves = -(-self.blocks // max(1, card.num_sms))
+        return waves * self.shape.tiles * self.shape.tokens / self.shape.share / self.splits
 
 
 LAUNCH_COST = 100.0
 """Of one more launch."""
+MAX_TILE_SPLITS, MIN_SPLIT_UNITS = 4, 16
+SIDE_BY_SIDE_ROWS = 512
+"""Prefill rows up to which the K splits of a matrix run side by side."""
+
+
+def tile_splits(card: Card, segments: Sequence[Segment], units: int) -> int:
+    """K splits of a matrix whose sums are added to the residual, in prefill: fixed for matrix and card, whatever the rows. Few rows
+    make few blocks of a narrow matrix; those that run one after the other cost long prompts a few percent of it."""
+    if not card.has_warpgroups:
+        return 1
+    blocks = sum(-(-segment.num_tiles // 8) for segment in segments)
+    return max(1, min(MAX_TILE_SPLITS, units // MIN_SPLIT_UNITS, card.num_sms // max(1, blocks)))
 
 
 def tile_shapes(card: Card) -> tuple[TileShape, ...]:
     """The shapes that kernels are built for, the one for long prompts first."""
     if not card.has_warpgroups:
-        return (TileShape("wide", 8, card.linear_tiles_defines()["WIDE_TOKENS"], 256, 1, 1.0), TileShape("narrow", 8, NARROW_TOKENS, 256, 1, 1.0))
-    return (TileShape("wide", 8, 256, 384, 1, 1.0), TileShape("medium", 8, 128, 384, 1, 0.8), TileShape("slim", 8, 64, 384, 2, 0.65),
-            TileShape("few", 4, 64, 256, 3, 0.45))
+        return TileShape("wide", 8, 256, 256, 1, 1.0), TileShape("medium", 8, 128, 256, 1, 0.85), TileShape("narrow", 8, 64, 256, 1, 0.55)
+    return (TileShape("wide", 8, 256, 384, 1, 1.0), TileShape("medium", 8, 128, 384, 1, 0.76), TileShape("slim", 8, 64, 384, 2, 0.55),
+            TileShape("few", 4, 64, 256, 3, 0.42))
+
+
+def fitting_shapes(card: Card, kind: int) -> list[TileShape]:
+    """Those whose blocks find room with weights of that number type."""
+    return [shape for shape in tile_shapes(card) if shape.shared_bytes(card, kind) <= card.shared_bytes]
 
 
 def cut_segments(segments: Sequence[Segment], tiles: int) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
@@ -88,25 +111,24 @@ def cut_segments(segments: Sequence[Segment], tiles: int) -> tuple[tuple[Segment
 
 
 @lru_cache(maxsize=4096)
-def tile_plan(card: Card, segments: tuple[Segment, ...], rows: int) -> tuple[TilePart, ...]:
-    """One launch, or two where whole waves of large blocks and smaller ones for what is left end sooner. segments: of one number type."""
-    shapes = tile_shapes(card)
-    if not card.has_warpgroups:
-        return (TilePart(shapes[rows <= NARROW_TOKENS], segments, 0, rows),)
+def tile_plan(card: Card, segments: tuple[Segment, ...], rows: int, splits: int = 1) -> tuple[TilePart, ...]:
+    """One launch, or two where whole waves of large blocks and smaller ones for what is left end sooner. segments: of one number type;
+    splits: that run side by side."""
+    shapes = fitting_shapes(card, segments[0].kind)
 
     def best(some: tuple[Segment, ...], first_token: int, count: int) -> TilePart:
-        return min((TilePart(shape, some, first_token, count) for shape in shapes), key=lambda part: part.cost(card))
+        return min((TilePart(shape, some, first_token, count, splits) for shape in shapes), key=lambda part: part.cost(card))
 
     plans = [(best(segments, 0, rows),)]
     for shape in shapes:
-        whole = TilePart(shape, segments, 0, rows)
-        for waves in range(1, 1 + whole.tile_blocks * whole.token_blocks // max(1, card.num_sms))[-2:]:
-            tokens = waves * card.num_sms // whole.tile_blocks * shape.tokens
+        whole = TilePart(shape, segments, 0, rows, splits)
+        for waves in range(1, 1 + whole.blocks // max(1, card.num_sms))[-2:]:
+            tokens = waves * card.num_sms // (whole.tile_blocks * splits) * shape.tokens
             if 0 < tokens < rows:
-                plans.append((TilePart(shape, segments, 0, tokens), best(segments, tokens, rows - tokens)))
-            head, tail = cut_segments(segments, waves * card.num_sms // whole.token_blocks * shape.tiles)
+                plans.append((TilePart(shape, segments, 0, tokens, splits), best(segments, tokens, rows - tokens)))
+            head, tail = cut_segments(segments, waves * card.num_sms // (whole.token_blocks * splits) * shape.tiles)
             if head and tail:
-                plans.append((TilePart(shape, head, 0, rows), best(tail, 0, rows)))
+                plans.append((TilePart(shape, head, 0, rows, splits), best(tail, 0, rows)))
     return min(plans, key=lambda plan: sum(part.cost(card) for part in plan) + LAUNCH_COST * len(plan))
 
 

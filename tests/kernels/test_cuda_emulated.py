@@ -262,20 +262,22 @@ def test_every_cut_of_prefill_gives_the_same_bits(card, rows, monkeypatch):
     norm = backend.load([cuda_checks.stored("norm", np.ones(448, np.float32), F32)])
     backend.empty((256, 448), "float32", "x")
     state = open_state(backend, 448)
+    monkeypatch.setattr(cuda_tiles, "tile_splits", lambda card, segments, units: 3 if card.has_warpgroups else 1)
     x, start = random.standard_normal((rows, 448)).astype(np.float32), random.standard_normal((rows, 370)).astype(np.float32)
     names = [shape.name for shape in cuda_tiles.tile_shapes(card)]
     found = {}
-    for cut in (*names, "tokens", "tiles"):
-        def plan(card, segments, rows, cut=cut):
-            shapes = cuda_tiles.tile_shapes(card)
+    for cut in (*names, "tokens", "tiles", "in turn"):
+        def plan(card, segments, rows, splits=1, cut=cut):
+            shapes = cuda_tiles.fitting_shapes(card, segments[0].kind)
             shape = shapes[min(names.index(cut) if cut in names else 1, len(shapes) - 1)]
             head, tail = cuda_tiles.cut_segments(segments, 8)
             if cut == "tokens" and rows > 64:
-                return cuda_tiles.TilePart(shapes[0], segments, 0, 64), cuda_tiles.TilePart(shape, segments, 64, rows - 64)
+                return cuda_tiles.TilePart(shapes[0], segments, 0, 64, splits), cuda_tiles.TilePart(shape, segments, 64, rows - 64, splits)
             if cut == "tiles" and tail:
-                return cuda_tiles.TilePart(shape, head, 0, rows), cuda_tiles.TilePart(shapes[0], tail, 0, rows)
-            return (cuda_tiles.TilePart(shape, segments, 0, rows),)
+                return cuda_tiles.TilePart(shape, head, 0, rows, splits), cuda_tiles.TilePart(shapes[0], tail, 0, rows, splits)
+            return (cuda_tiles.TilePart(shape, segments, 0, rows, splits),)
 
+        monkeypatch.setattr(cuda_tiles, "SIDE_BY_SIDE_ROWS", 512 if cut not in ("in turn", "few") else 0)
         monkeypatch.setattr(cuda_tiles, "tile_plan", plan)
         backend.begin(make_batch("prefill", [[0] * rows], [0], [0], [[0]]), state)
         out, gated = backend.upload(start), backend.upload(np.full((rows, 72), np.nan, np.float32))

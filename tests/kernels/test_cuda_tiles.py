@@ -48,7 +48,7 @@ def test_a_plan_costs_no_more_than_one_shape_and_little_more_than_whole_waves(st
     cost = sum(part.cost(HOPPER) for part in tile_plan(HOPPER, segments, rows))
     assert cost <= min(TilePart(shape, segments, 0, rows).cost(HOPPER) for shape in tile_shapes(HOPPER))
     if rows >= 1024:
-        assert cost <= 1.15 * matrix / 16 * rows / HOPPER.num_sms
+        assert cost <= 1.25 * matrix / 16 * rows / HOPPER.num_sms
 
 
 def test_segments_are_cut_anywhere():

@@ -3,11 +3,12 @@
 // Shapes:    x fp16 [rows, units * 64] with 1 / scale per row, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x padded with zeros to whole units; as halve_rows writes it: row-major, or in blocks where WARPGROUPS
 // Launch:    linear_tiles_STAGE_SHAPE_KIND, one a number type: cuda_linear.TileShape says blocks, threads and shared memory
-// Defines:   WARPGROUPS, or WIDE_TOKENS and TILE_STAGES    Limits: none on rows
-// Numbers:   weights rounded to fp16 once (scale applied), f32 accumulation in the tensor cores, units ascending, K never split:
-//            a row's bits depend neither on the other rows nor on the shape. Bound: tensor cores.
+// Defines:   WARPGROUPS, or TILE_STAGES    Limits: none on rows
+// Numbers:   weights rounded to fp16 once (scale applied), f32 accumulation in the tensor cores, units ascending within a K
+//            split, splits added in order: a row's bits depend neither on the other rows nor on the shape. Bound: tensor cores.
 //
-// The weights are the A operand (16 rows a tile, already in fragment order), tokens are columns.
+// The weights are the A operand (16 rows a tile, already in fragment order), tokens are columns. The splits of a matrix are
+// fixed: few rows run them side by side and merge them, many rows one after the other.
 #include "quant.cuh"
 
 constexpr int MAX_SEGMENTS = 4;
@@ -18,21 +19,26 @@ struct LinearTiles {
   const uint16_t* x;
   const float* inverse;      // [rows]
   float* out;
+  float* partial;            // [splits, rows, out_rows], part_stride floats a split, where splits run side by side, else null
   Segment segments[MAX_SEGMENTS];
-  int num_segments, rows, units, wrap, x_stride, out_stride, out_rows;
+  int num_segments, rows, units, wrap, x_stride, out_stride, out_rows, splits, part_stride;
 };
+
+__device__ __forceinline__ int split_begin(const LinearTiles& p, int split) { return p.units * split / p.splits; }
 
 // A warp's sums of M tiles from `tile` on and of N groups of 8 tokens from `first_token` on, laid out as mma_f16's -> out. Rows g and
 // g + 8 of a tile of gates and ups are the gate and the up of one row (decode_half_pair).
 // What is added to is read AT_ONCE groups ahead: otherwise every sum would wait for memory by itself.
 template <int EPILOGUE, int AT_ONCE, int M, int N>
-__device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& segment, int tile, int first_token, float (&acc)[M][N][4]) {
+__device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& segment, int tile, int first_token, int split, float (&acc)[M][N][4]) {
   constexpr bool PAIRED = EPILOGUE == GATE_UP;
   constexpr int STEP = PAIRED ? 8 : 16, ROWS = PAIRED ? 1 : 2;   // rows of out from a tile to the next, and of this thread in a tile
   const int lane = threadIdx.x % 32, g = lane >> 2, q = lane & 3;
   const int row = (PAIRED ? tile : tile - segment.first_tile) * STEP + g;
   const int end = PAIRED ? min(p.out_rows, (segment.first_tile + segment.num_tiles) * STEP) : segment.num_rows;
-  float* out = p.out + (PAIRED ? 0 : segment.first_row) + row;
+  const bool is_part = EPILOGUE == ADD && p.partial;
+  const int stride = is_part ? p.out_rows : p.out_stride;
+  float* out = (is_part ? p.partial + (long long)split * p.part_stride : p.out) + (PAIRED ? 0 : segment.first_row) + row;
   static_assert(N % AT_ONCE == 0, "whole groups");
 #pragma unroll
   for (int first = 0; first < N; first += AT_ONCE) {
@@ -47,7 +53,7 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
               const int token = first_token + (first + n) * 8 + 2 * q + j, i = 16 * m + 8 * upper;
-              old[n][j][m][upper] = token < p.rows && row + i < end ? out[(long long)token * p.out_stride + i] : 0.0f;
+              old[n][j][m][upper] = !is_part && token < p.rows && row + i < end ? out[(long long)token * stride + i] : 0.0f;
             }
     }
 #pragma unroll
@@ -56,7 +62,7 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
       for (int j = 0; j < 2; ++j) {
         const int token = first_token + (first + n) * 8 + 2 * q + j;
         if (token >= p.rows) continue;
-        float* target = out + (long long)token * p.out_stride;
+        float* target = out + (long long)token * stride;
         const float inverse = p.inverse[token];
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -65,10 +71,23 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
             const int i = STEP * m + 8 * upper;
             float value = __fmul_rn(acc[m][first + n][2 * upper + j], inverse);
             if constexpr (PAIRED) value = __fmul_rn(silu(value), __fmul_rn(acc[m][first + n][2 + j], inverse));
-            if constexpr (EPILOGUE == ADD) value = __fadd_rn(old[n][j][m][upper], value);
+            if (EPILOGUE == ADD && !is_part) value = __fadd_rn(old[n][j][m][upper], value);
             if (row + i < end) target[i] = value;
           }
       }
+  }
+}
+
+// Splits that ran side by side, in their order. grid (rows)
+extern "C" __global__ void __launch_bounds__(256) linear_tiles_merge(const __grid_constant__ LinearTiles p) {
+  const int token = blockIdx.x;
+  float* out = p.out + (long long)token * p.out_stride;
+  const float* part = p.partial + (long long)token * p.out_rows;
+#pragma unroll 4
+  for (int row = threadIdx.x; row < p.out_rows; row += 256) {
+    float value = out[row];
+    for (int split = 0; split < p.splits; ++split) value = __fadd_rn(value, part[(long long)split * p.part_stride + row]);
+    out[row] = value;
   }
 }
 
@@ -121,22 +140,31 @@ LINEAR_TILES(linear_tiles_gate_up_few_q4, KIND_Q4, GATE_UP, FEW)
   extern "C" __global__ void __launch_bounds__(256, 1) NAME(const __grid_constant__ LinearTiles p) { \
     linear_tiles<KIND, EPILOGUE, TOKENS, TILES_ASIDE>(p);                                         \
   }
-WARP_TILES(linear_tiles_plain_wide_f16, KIND_F16, STORE, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_plain_wide_f16, KIND_F16, STORE, 256, 2)
+WARP_TILES(linear_tiles_plain_medium_f16, KIND_F16, STORE, 128, 2)
 WARP_TILES(linear_tiles_plain_narrow_f16, KIND_F16, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_f16, KIND_F16, ADD, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_add_wide_f16, KIND_F16, ADD, 256, 2)
+WARP_TILES(linear_tiles_add_medium_f16, KIND_F16, ADD, 128, 2)
 WARP_TILES(linear_tiles_add_narrow_f16, KIND_F16, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_f16, KIND_F16, GATE_UP, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_gate_up_wide_f16, KIND_F16, GATE_UP, 256, 2)
+WARP_TILES(linear_tiles_gate_up_medium_f16, KIND_F16, GATE_UP, 128, 2)
 WARP_TILES(linear_tiles_gate_up_narrow_f16, KIND_F16, GATE_UP, 64, 4)
-WARP_TILES(linear_tiles_plain_wide_q8, KIND_Q8, STORE, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_plain_wide_q8, KIND_Q8, STORE, 256, 2)
+WARP_TILES(linear_tiles_plain_medium_q8, KIND_Q8, STORE, 128, 2)
 WARP_TILES(linear_tiles_plain_narrow_q8, KIND_Q8, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_q8, KIND_Q8, ADD, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_add_wide_q8, KIND_Q8, ADD, 256, 2)
+WARP_TILES(linear_tiles_add_medium_q8, KIND_Q8, ADD, 128, 2)
 WARP_TILES(linear_tiles_add_narrow_q8, KIND_Q8, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_q8, KIND_Q8, GATE_UP, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_gate_up_wide_q8, KIND_Q8, GATE_UP, 256, 2)
+WARP_TILES(linear_tiles_gate_up_medium_q8, KIND_Q8, GATE_UP, 128, 2)
 WARP_TILES(linear_tiles_gate_up_narrow_q8, KIND_Q8, GATE_UP, 64, 4)
-WARP_TILES(linear_tiles_plain_wide_q4, KIND_Q4, STORE, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_plain_wide_q4, KIND_Q4, STORE, 256, 2)
+WARP_TILES(linear_tiles_plain_medium_q4, KIND_Q4, STORE, 128, 2)
 WARP_TILES(linear_tiles_plain_narrow_q4, KIND_Q4, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_q4, KIND_Q4, ADD, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_add_wide_q4, KIND_Q4, ADD, 256, 2)
+WARP_TILES(linear_tiles_add_medium_q4, KIND_Q4, ADD, 128, 2)
 WARP_TILES(linear_tiles_add_narrow_q4, KIND_Q4, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, WIDE_TOKENS, 2)
+WARP_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, 256, 2)
+WARP_TILES(linear_tiles_gate_up_medium_q4, KIND_Q4, GATE_UP, 128, 2)
 WARP_TILES(linear_tiles_gate_up_narrow_q4, KIND_Q4, GATE_UP, 64, 4)
 #endif

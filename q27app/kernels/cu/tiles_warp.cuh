@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_block(const LinearTiles& p, const Segme
     }
   }
   copy_async_wait<0>();
-  put_sums<EPILOGUE, M == 4 ? 2 : 4>(p, segment, first_tile + warp_tile, token + warp_token, acc);
+  put_sums<EPILOGUE, M == 4 ? 2 : 4>(p, segment, first_tile + warp_tile, token + warp_token, 0, acc);
 }
 
 // The segments of one number type; a launch for each type that a row list holds. grid (blocks of tokens, blocks of tiles)

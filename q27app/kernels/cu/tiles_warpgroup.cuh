@@ -18,11 +18,11 @@ template <int SHAPE> struct Shape {
   static constexpr int TOKENS = SHAPE == WIDE ? 256 : SHAPE == MEDIUM ? 128 : 64, TILES = SHAPE == FEW ? 4 : 8;
   static constexpr int BLOCKS_AT_ONCE = SHAPE == SLIM ? 2 : SHAPE == FEW ? 3 : 1, THREADS = 32 * (COPIERS + TILES);
   // Registers of a thread. What a block has is shared out at its launch: what multiplying warps take, copying ones must have given.
-  static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * BLOCKS_AT_ONCE) / 8 * 8, COPY_REGISTERS = BLOCKS_AT_ONCE > 1 ? 32 : 40;
-  static constexpr int MULTIPLY_REGISTERS = SHAPE == SLIM ? 104 : SHAPE == FEW ? 128 : 232;
+  static constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * BLOCKS_AT_ONCE) / 8 * 8, COPY_REGISTERS = SHAPE == SLIM ? 32 : 40;
+  static constexpr int MULTIPLY_REGISTERS = SHAPE == SLIM ? 104 : SHAPE == FEW ? 120 : 232;
   static constexpr int PARTS = SHAPE == SLIM ? 2 : 1;   // of a unit, multiplied one at a time: fewer registers
   static_assert(COPIERS * COPY_REGISTERS + TILES * MULTIPLY_REGISTERS <= (COPIERS + TILES) * LAUNCH_REGISTERS, "or they wait for ever");
-  static constexpr int AT_ONCE = SHAPE == MEDIUM ? 8 : SHAPE == SLIM ? 2 : 4;   // of put_sums
+  static constexpr int AT_ONCE = SHAPE == MEDIUM ? 8 : SHAPE == WIDE ? 4 : 2;   // of put_sums
 };
 
 template <int KIND, class S> struct Ring {
@@ -42,20 +42,23 @@ template <int KIND, class S> struct Ring {
   }
 };
 
-// A piece of out: its tiles and tokens.
+// A piece of out: its tiles and tokens, and the K splits that it is made of.
 struct Piece {
   const Segment* segment;
-  int first_tile, token;
+  int first_tile, token, split, last_split;
 };
 
 // Pieces go by token blocks within GROUP_TOKENS tokens, whose activations the cache holds, then by tiles.
 constexpr int GROUP_TOKENS = 2048;
-template <int KIND, class S> __device__ __forceinline__ bool find_piece(const LinearTiles& p, int index, Piece& piece) {
+template <int KIND, int EPILOGUE, class S> __device__ __forceinline__ bool find_piece(const LinearTiles& p, int index, Piece& piece) {
   int tile_blocks = 0;
   for (int i = 0; i < p.num_segments; ++i)
     if (p.segments[i].kind == KIND) tile_blocks += (p.segments[i].num_tiles + S::TILES - 1) / S::TILES;
   const int token_blocks = (p.rows + S::TOKENS - 1) / S::TOKENS, group_blocks = GROUP_TOKENS / S::TOKENS;
-  if (index >= tile_blocks * token_blocks) return false;
+  piece.split = piece.last_split = EPILOGUE == ADD ? index / (tile_blocks * token_blocks) : 0;
+  if (EPILOGUE == ADD ? piece.split >= (p.partial ? p.splits : 1) : index >= tile_blocks * token_blocks) return false;
+  if (EPILOGUE == ADD) index %= tile_blocks * token_blocks;
+  if (EPILOGUE == ADD && !p.partial) piece.last_split = p.splits - 1;
   const int group = index / (group_blocks * tile_blocks), inner = index % (group_blocks * tile_blocks);
   const int width = min(group_blocks, token_blocks - group * group_blocks);
   piece.token = (group * group_blocks + inner % width) * S::TOKENS;
@@ -73,12 +76,12 @@ template <int KIND, class S> __device__ __forceinline__ bool find_piece(const Li
 }
 
 // One thread of each copying warp: every COPIERS-th tile, and a block of rows.
-template <int KIND, class S> __device__ __forceinline__ void copy_pieces(const LinearTiles& p, Ring<KIND, S> ring) {
+template <int KIND, int EPILOGUE, class S> __device__ __forceinline__ void copy_pieces(const LinearTiles& p, Ring<KIND, S> ring) {
   using R = Ring<KIND, S>;
   constexpr int TILES = S::TILES / COPIERS, BYTES = Unit<KIND>::BYTES;
   const int warp = threadIdx.x / 32;
   Piece piece;
-  for (int index = blockIdx.x; find_piece<KIND, S>(p, index, piece); index += gridDim.x) {
+  for (int index = blockIdx.x; find_piece<KIND, EPILOGUE, S>(p, index, piece); index += gridDim.x) {
     const Segment& segment = *piece.segment;
     const unsigned char* weights[TILES];
 #pragma unroll
@@ -89,7 +92,8 @@ template <int KIND, class S> __device__ __forceinline__ void copy_pieces(const L
     const int block = min(piece.token / ROW_BLOCK + warp, (p.rows + ROW_BLOCK - 1) / ROW_BLOCK - 1);
     const unsigned char* rows = reinterpret_cast<const unsigned char*>(p.x) + (long long)block * (p.x_stride / UNIT_COLS) * ROW_BLOCK_BYTES;
 #pragma unroll 1
-    for (int unit = 0; unit < p.units; ++unit, ring.next()) {
+    for (int unit = EPILOGUE == ADD ? split_begin(p, piece.split) : 0; unit < (EPILOGUE == ADD ? split_begin(p, piece.last_split + 1) : p.units);
+         ++unit, ring.next()) {
       arrival_wait(ring.free(), ring.phase ^ 1);
       arrival_announce(ring.full(), TILES * BYTES + (warp < R::BLOCKS ? ROW_BLOCK_BYTES : 0));
       const int column = p.wrap && unit >= p.wrap ? unit - p.wrap : unit;
@@ -164,12 +168,20 @@ template <int KIND, int EPILOGUE, class S> struct Multiplier {
 template <int KIND, int EPILOGUE, class S> __device__ __forceinline__ void multiply_pieces(const LinearTiles& p, Ring<KIND, S> ring) {
   Multiplier<KIND, EPILOGUE, S> multiplier = {ring, nullptr, (int)threadIdx.x / 32 - COPIERS};
   Piece piece;
-  for (int index = blockIdx.x; find_piece<KIND, S>(p, index, piece); index += gridDim.x) {
-    float acc[1][S::TOKENS / 8][4];
+  for (int index = blockIdx.x; find_piece<KIND, EPILOGUE, S>(p, index, piece); index += gridDim.x) {
+    const auto one_split = [&](int split, int units) {
+      float acc[1][S::TOKENS / 8][4];
 #pragma unroll
-    for (int n = 0; n < S::TOKENS / 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.0f;
-    multiplier.all(acc, p.units);
-    put_sums<EPILOGUE, S::AT_ONCE>(p, *piece.segment, piece.first_tile + multiplier.warp, piece.token, acc);
+      for (int n = 0; n < S::TOKENS / 8; ++n) acc[0][n][0] = acc[0][n][1] = acc[0][n][2] = acc[0][n][3] = 0.0f;
+      multiplier.all(acc, units);
+      put_sums<EPILOGUE, S::AT_ONCE>(p, *piece.segment, piece.first_tile + multiplier.warp, piece.token, split, acc);
+    };
+    if constexpr (EPILOGUE == ADD) {
+#pragma unroll 1
+      for (int split = piece.split; split <= piece.last_split; ++split) one_split(split, split_begin(p, split + 1) - split_begin(p, split));
+    } else {
+      one_split(0, p.units);
+    }
   }
 }
 
@@ -190,7 +202,7 @@ template <int KIND, int EPILOGUE, int SHAPE> __device__ __forceinline__ void lin
   ring.stage = 0;
   if (threadIdx.x < 32 * COPIERS) {
     give_registers<S::COPY_REGISTERS>();
-    if (threadIdx.x % 32 == 0) copy_pieces<KIND, S>(p, ring);
+    if (threadIdx.x % 32 == 0) copy_pieces<KIND, EPILOGUE, S>(p, ring);
   } else {
     take_registers<S::MULTIPLY_REGISTERS>();
     multiply_pieces<KIND, EPILOGUE, S>(p, ring);
