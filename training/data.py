@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 4, 256: 11, 512: 26, 1024: 24, 2048: 14, 4096: 11, 8192: 10}
+SHARES = {128: 4, 256: 10, 512: 30, 1024: 24, 2048: 11, 4096: 11, 8192: 10}
 EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.15
@@ -85,10 +85,12 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
     """A worker: batches of length classes up to `longest` into the queue until it is ended."""
     torch.set_num_threads(1)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
+    from curriculum.random_words import know_pieces
     from curriculum.render import Renderer
     from q27app.chat.tokenizer import Tokenizer
 
     renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
+    know_pieces([renderer.tokenizer.decode([token]) for token in range(min(renderer.tokenizer.control_ids.values()))])
     while True:
         shares = {length: part for length, part in (EARLY_SHARES if share.value < EARLY else SHARES).items() if length <= longest}
         length = rng.choices(list(shares), list(shares.values()))[0]

@@ -36,7 +36,7 @@ OTHER_LR = 0.003
 WARMUP = 0.01
 DECAY_FROM = 0.62
 ROUND_FROM = 0.85
-ROUND_SHARE = 0.7
+ROUND_SHARE = 0.8
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
 DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
@@ -51,13 +51,14 @@ REFILL_STEPS = 40
 """Rates rise over so many steps where the optimizers start anew on trained weights: until their momenta mean something."""
 
 
-def learning_rate(share: float) -> float:
-    """Factor of the base rate after `share` of the run: short warm-up, flat, linear to a fiftieth."""
+def learning_rate(share: float, highest: float = 1.0) -> float:
+    """Factor of the base rate after `share` of the run: short warm-up, flat, linear to a fiftieth. highest: no more than this, for
+    a part that only mends what is learnt."""
     if share < WARMUP:
-        return share / WARMUP
+        return min(highest, share / WARMUP)
     if share < DECAY_FROM:
-        return 1.0
-    return max(0.02, 1.0 - 0.98 * (share - DECAY_FROM) / (1.0 - DECAY_FROM))
+        return highest
+    return min(highest, max(0.02, 1.0 - 0.98 * (share - DECAY_FROM) / (1.0 - DECAY_FROM)))
 
 
 def ahead(values: torch.Tensor, steps: int) -> torch.Tensor:
@@ -105,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until", type=float, default=float("inf"), metavar="EPOCH", help="clock at which the run is over, whatever --minutes says")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes of this part; the run resumes later")
     parser.add_argument("--stop-at", type=float, default=float("inf"), metavar="EPOCH", help="clock at which this part ends; the run resumes later")
+    parser.add_argument("--highest", type=float, default=1.0, metavar="FACTOR", help="of the base rates that this part may reach")
     parser.add_argument("--tokens", type=int, default=98304, help="tokens a step")
     parser.add_argument("--longest", type=int, default=8192, help="leave out longer length classes; small ones try the script on a CPU")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -177,7 +179,7 @@ class Run:
         """One update; its losses, not yet waited for."""
         for optimizer, rates in zip(self.optimizers, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(share) * min(1.0, (self.refills + 1) / REFILL_STEPS)
+                group["lr"] = rate * learning_rate(share, self.options.highest) * min(1.0, (self.refills + 1) / REFILL_STEPS)
         self.refills += 1
         has_drafts = share >= DRAFTS_FROM or self.step % DRAFT_EVERY == 0
         depths = (DRAFT_DEPTHS if tokens.shape[1] <= DRAFT_MAX_LENGTH else 1) if has_drafts else 0

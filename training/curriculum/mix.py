@@ -23,7 +23,7 @@ CHARS_A_TOKEN = 2.4
 TOOL_CHARS_A_TOKEN = 3.5
 """Of declarations as Python prints them."""
 PLAIN = (
-    (facts, 25), (arithmetic, 17), (follow_up, 3), (copying, 13), (editing, 4), (summary, 6), (extraction, 9), (listing, 3),
+    (facts, 25), (arithmetic, 17), (follow_up, 3), (copying, 13), (editing, 5), (summary, 6), (extraction, 9), (listing, 3),
 )
 WITH_TOOLS = ((tool_call, 11), (tool_session, 20), (refusal, 3))
 SYSTEMS = (
@@ -115,13 +115,13 @@ def conversation(rng: random.Random, length: int) -> Conversation:
         kind = rng.random()
         return _sums(rng, length) if kind < 0.35 else _dense_recall(rng, length) if kind < 0.5 else _session(rng, length, tools=False)
     kind = rng.random()
-    if kind < 0.69:
+    if kind < 0.72:
         return _session(rng, length, tools=True)
-    if kind < 0.72 and length == 512:
+    if kind < 0.75 and length == 512:
         return _sums(rng, length)
-    if kind < 0.88:
+    if kind < 0.89:
         return _dense_recall(rng, length)
-    if kind < 0.92:
+    if kind < 0.93:
         return _long_recall(rng, length)
     return _session(rng, length, tools=False)
 

@@ -10,9 +10,10 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from curriculum.pools import DAYS, MONTHS
+from curriculum.pools import ANIMALS, CITIES, COLORS, DAYS, FRUITS, MONTHS, PEOPLE, real_words, reserved_words
 from curriculum.random_words import (
     any_id, any_name, any_record, any_word, digits, identifier, inflected, said_sentence, short_value, words,
 )
@@ -43,12 +44,18 @@ class RandomTool:
         return self.declaration["function"]["name"]
 
 
+LANGUAGES = "English French Spanish German Italian Dutch Greek Turkish Danish Swedish Hindi Arabic Latin Finnish".split()
+TYPICAL = {"language": LANGUAGES, "city": CITIES, "day": DAYS, "date": DAYS, "month": MONTHS, "color": COLORS, "user": PEOPLE, "owner": PEOPLE,
+           "animal": ANIMALS, "fruit": FRUITS, "person": PEOPLE, "country": "Norway Spain France Italy Japan Chile Egypt India Kenya Peru".split()}
+"""What a parameter of that name is mostly given, so that the value alone tells whose it is."""
 KINDS = ("string",) * 15 + ("integer",) * 6 + ("boolean",) * 4 + ("number", "enum", "enum", "strings", "integers", "object")
 
 
 def _param(rng: random.Random) -> Param:
     kind = rng.choice(KINDS)
-    if rng.random() < 0.35:
+    if kind == "string" and rng.random() < 0.15:
+        name = rng.choice(list(TYPICAL))
+    elif rng.random() < 0.35:
         name = rng.choice(PARAMS)
     else:
         name = identifier(rng, [any_word(rng) for _ in range(rng.choice((1, 1, 1, 1, 2)))]).replace(".", "_")
@@ -78,7 +85,12 @@ def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomToo
         f"{verb.capitalize()}s {rng.choice(('a', 'the', 'one', 'any'))} {noun}", f"{verb.capitalize()} {noun}s", f"{any_name(rng)}s {any_word(rng)} {noun}",
         words(rng, 2, 7).capitalize(), said_sentence(rng), f"{verb.capitalize()} the {noun} of {rng.choice(('a', 'the'))} {any_word(rng)}",
         f"{inflected(rng, verb).capitalize()} {any_word(rng)} {noun}s.", f"Tool for the {noun}. {said_sentence(rng)}"))
-    params = tuple({param.name: param for param in (_param(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5))))}.values())
+    made = [_param(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5)))]
+    if rng.random() < 0.15:
+        made[0] = Param(noun, made[0].kind, made[0].schema)
+    if rng.random() < 0.1:
+        made[-1] = Param(inflected(rng, verb), "boolean", {"type": "boolean"})
+    params = tuple({param.name: param for param in made}.values())
     required = len(params) if rng.random() < 0.6 else rng.randint(0, len(params))
     schema: dict[str, Any] = {"type": "object", "properties": {param.name: dict(param.schema) for param in params}}
     if required or rng.random() < 0.5:
@@ -116,6 +128,8 @@ def make_value(rng: random.Random, param: Param) -> Any:
         return [int(digits(rng, 3)) for _ in range(rng.randint(1, 4))]
     if kind == "object":
         return any_record(rng, 1, 2)
+    if param.name in TYPICAL and rng.random() < 0.75:
+        return rng.choice(TYPICAL[param.name])
     shape = rng.random()
     if shape < 0.12:
         return said_sentence(rng, 2, 7)
@@ -125,7 +139,7 @@ def make_value(rng: random.Random, param: Param) -> Any:
 def said(rng: random.Random, param: Param, value: Any, is_marked: bool) -> str:
     """A value as a request says it. is_marked: texts of several words have quotes around them."""
     if isinstance(value, str):
-        if " " in value and (is_marked or value[-1] in ".!?") and rng.random() < 0.9:
+        if " " in value and (is_marked or value[-1] in ".!?") and rng.random() < 0.97:
             mark = rng.choice(('"', '"', '"', "'", "`"))
             return f"{mark}{value}{mark}"
         return f'"{value}"' if rng.random() < 0.08 else value
@@ -171,7 +185,8 @@ def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
     link = ""
     if rng.random() < 0.6:
         kind = rng.random()
-        link = rng.choice(VALUE_FIRST) if kind < 0.14 else rng.choice(JOIN) if kind < 0.3 else words(rng, 1, rng.choice((1, 1, 1, 1, 2)))
+        link = rng.choice(VALUE_FIRST) if kind < 0.12 else rng.choice(JOIN) if kind < 0.22 else participle(rng) if kind < 0.5 \
+            else words(rng, 1, rng.choice((1, 1, 1, 1, 2)))
     is_marked = rng.random() < 0.4 or " " in link or (not link and shape in (0, 6))  # else nobody knows where a value of words begins
     if rng.random() < 0.35:
         rng.shuffle(given)
@@ -182,6 +197,20 @@ def pairs(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
     joint, last = rng.choice(((", ", " and "), (", ", " and "), (", ", ", "), ("; ", "; "), (" and ", " and "), (", ", " plus "),
                               ("\n", "\n"), (" ", " "), (", ", ", and ")))
     return joint.join(told[:-1]) + last + told[-1]
+
+
+@cache
+def participles() -> tuple[str, ...]:
+    return tuple(word for word in real_words() if word.endswith(("ing", "ed")) and len(word) > 4)
+
+
+def participle(rng: random.Random) -> str:
+    """What may stand between key and value: a word that cannot be known, often of the form of those that do."""
+    if rng.random() < 0.5:
+        return rng.choice(participles())
+    word = any_word(rng)
+    found = word + rng.choice(("ing", "ing", "ed", ""))
+    return word if found in reserved_words() else found
 
 
 LINKS = ("in", "at", "for", "on", "to", "from", "with", "into", "by", "of", "and", "as", "about", "until", "near", "under", "the", "a", "is", "my", "over")
@@ -195,7 +224,7 @@ def spoken(rng: random.Random, given: list[tuple[Param, Any]], has_key: bool = F
         text = said(rng, param, value, is_marked)
         if isinstance(value, bool) or rng.random() < 0.35 or index == keyed:
             key = param.name.replace("_", " ")
-            text = rng.choice((f"{text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
+            text = rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
         link = rng.choice(LINKS) if rng.random() < 0.7 else any_word(rng) if rng.random() < 0.6 else ""
         if index or rng.random() < 0.5:
             text = f"{link} {text}".strip()
@@ -228,7 +257,9 @@ def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]
     noun = tool.noun if rng.random() < 0.88 else inflected(rng, tool.noun)
     named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
     worded = f"{verb} {rng.choice(DETERMINERS) if rng.random() < 0.8 else any_word(rng)} {noun}".replace("  ", " ")
-    if kind < 0.62:
+    if kind < 0.14 and given:
+        text = lead + _keyed(rng, given) + tail
+    elif kind < 0.68:
         what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
         joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 7)}: ", f", {words(rng, 1, 5)} ",
@@ -250,6 +281,22 @@ def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]
         text = f"{lead}{_noise(rng, 0.15)}{begin}{rng.choice((' ', ' ', ' ', ': ', ', '))}{told}{tail}" if rng.random() < 0.85 \
             else f"{told}{rng.choice((', ', ': ', ' '))}{begin}{tail}"
     return text[0].upper() + text[1:] if rng.random() < 0.85 else text
+
+
+def _keyed(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
+    """No word of the tool: which one is meant is told by the name of a parameter next to its value, and by what fits."""
+    verb, link = any_word(rng), rng.choice(LINKS)
+    sure = rng.randrange(len(given))
+    told = []
+    for index, (param, value) in enumerate(given):
+        text, key = said(rng, param, value, True), param.name.replace("_", " ")
+        is_typical = value in TYPICAL.get(param.name, ())
+        if index == sure and not (is_typical and rng.random() < 0.6) or isinstance(value, bool) or rng.random() < 0.15:
+            text = rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}"))
+        told.append(text)
+    first, rest = told[0], rng.choice((", ", ", ", " on ", " and ", f" {rng.choice(LINKS)} ", " ")).join(told[1:])
+    begin = rng.choice((verb, verb, f"{verb} {link}", f"{verb} {link}", f"{verb} {rng.choice(DETERMINERS)} {any_word(rng)} {link}", words(rng, 1, 4))).replace("  ", " ")
+    return f"{begin} {first}" + (rng.choice((": ", ": ", ", ", " for ", f" {rng.choice(LINKS)} ")) + rest if rest else "")
 
 
 def chosen_arguments(rng: random.Random, tool: RandomTool) -> list[tuple[Param, Any]]:

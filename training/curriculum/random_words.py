@@ -12,14 +12,24 @@ from typing import Any
 from curriculum.pools import DAYS, MONTHS, WORDS, code, excerpt, real_words, reserved_words
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PIECES: list[str] = []
+"""Pieces of letters of the tokenizer in use, see `know_pieces`."""
 ENDINGS = ("s", "ing", "ed", "er", "ion", "ity", "ly", "al", "ness", "able", "y")
 
 
+def know_pieces(pieces: list[str]) -> None:
+    """Have `any_word` join these too, so that every id of the tokenizer is part of some word: an id that was never read tells
+    nothing about itself, and confuses what stands next to it."""
+    PIECES[:] = [piece for piece in pieces if 2 <= len(piece) <= 9 and piece.isascii() and piece.isalpha() and piece.islower()]
+
+
 def any_word(rng: random.Random) -> str:
-    """A lower-case word: an English one, one joined from the parts of two, of syllables, or of letters."""
+    """A lower-case word: an English one, one joined from the parts of two, of syllables, of letters, or of the tokenizer's pieces."""
     while True:
         kind = rng.random()
-        if kind < 0.22:
+        if PIECES and rng.random() < 0.2:
+            found = rng.choice(PIECES) + rng.choice(("", "", rng.choice(PIECES), rng.choice(PIECES)[:3], rng.choice(ENDINGS)))
+        elif kind < 0.22:
             found = rng.choice(WORDS)
         elif kind < 0.5:
             found = rng.choice(real_words())
@@ -179,4 +189,5 @@ def any_text(rng: random.Random) -> str:
 def inflected(rng: random.Random, word: str) -> str:
     """The word with another ending, as a request may have it."""
     stem = word[:-1] if word.endswith(("e", "y", "s")) and len(word) > 4 else word
-    return stem + rng.choice(ENDINGS)
+    found = stem + rng.choice(ENDINGS)
+    return word if found in reserved_words() else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from curriculum.example import NEW, TRAIN, Example, ask, choose, is_held_out
@@ -16,6 +16,11 @@ from curriculum.random_words import words as any_words
 Record = Mapping[str, Any]
 KEYS = """name id title size color status kind owner date day hour count level mode path note reason start end width height weight
 price amount language group user target source subject address country zone key value""".split()
+
+
+def _one_of(rng: random.Random, split: str, own: Sequence[str], new: Sequence[str]) -> str:
+    """One of a list, in training often a word that no list holds."""
+    return invented(rng) if split == TRAIN and rng.random() < 0.4 else choose(rng, split, own, new)
 
 
 def _order(rng: random.Random, split: str) -> Record:
@@ -36,7 +41,7 @@ def _trip(rng: random.Random, split: str) -> Record:
 
 
 def _stock(rng: random.Random, split: str) -> Record:
-    return {"fruit": choose(rng, split, FRUITS, NEW_FRUITS), "count": rng.randint(2, 999), "price": rng.randint(1, 60),
+    return {"fruit": _one_of(rng, split, FRUITS, NEW_FRUITS), "count": rng.randint(2, 999), "price": rng.randint(1, 60),
             "organic": rng.random() < 0.5}
 
 
@@ -46,7 +51,7 @@ def _ticket(rng: random.Random, split: str) -> Record:
 
 
 def _pet(rng: random.Random, split: str) -> Record:
-    return {"owner": full_name(rng, split), "pet": person(rng, split), "color": choose(rng, split, COLORS, NEW_COLORS),
+    return {"owner": full_name(rng, split), "pet": person(rng, split), "color": _one_of(rng, split, COLORS, NEW_COLORS),
             "years": rng.randint(1, 19)}
 
 

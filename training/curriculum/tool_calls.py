@@ -10,7 +10,7 @@ from typing import Any
 from curriculum.example import NEW, TRAIN, Example, Step, choose
 from curriculum.phrases import noisy
 from curriculum.pools import invented, sentence
-from curriculum.random_tools import RandomTool, chosen_arguments, identifier_like, others, random_result, random_tool
+from curriculum.random_tools import RandomTool, chosen_arguments, identifier_like, others, participle, random_result, random_tool
 from curriculum.random_tools import request as random_request
 from curriculum.random_words import any_word, said_sentence, short_value, words
 from curriculum.tool_pool import (
@@ -62,8 +62,8 @@ def _made(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, A
     given = params[:rng.randint(required, len(params))]
     arguments = {key: make_value(rng, kind, split) for key, kind in given}
     pair = choose(rng, split, PAIR, NEW_PAIR)
-    if split == TRAIN and rng.random() < 0.35:
-        pair = f"{{k}} {invented(rng)} {{x}}"
+    if split == TRAIN and rng.random() < 0.45:
+        pair = f"{{k}} {participle(rng) if rng.random() < 0.6 else invented(rng)} {{x}}"
     told = [noisy(rng, split, pair).format(k=key, x=shown(value)) if split == TRAIN and rng.random() < 0.3
             else pair.format(k=key, x=shown(value)) for key, value in arguments.items()]
     listed = (", ".join(told[:-1]) + " and " if len(told) > 1 else "") + told[-1]
