@@ -5,7 +5,9 @@
 #include "warpgroup.cuh"
 
 constexpr int THREADS = 384, STAGES = 2, DIM_BLOCKS = HEAD_DIM / 64, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
-constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024, FEEDERS = 64;
+constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024;
+constexpr bool FEED_TOGETHER = TURNED_KEYS && TURNED_VALUES;   // all four warps feed both, else two feed keys and two values
+constexpr int FEEDERS = FEED_TOGETHER ? 128 : 64;
 constexpr int FEED_REGISTERS = 88, ATTEND_REGISTERS = 208;   // of three times 168 at the launch
 static_assert(FEED_REGISTERS + 2 * ATTEND_REGISTERS <= 3 * (65536 / THREADS / 8 * 8), "or they wait for ever");
 static_assert(QUERIES == 128 && (!TURNED_VALUES || HEAD_DIM % BLOCK_DIMS == 0), "two warpgroups of 64 rows");
@@ -76,16 +78,29 @@ template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
   }
 }
 
+template <int CODE> __device__ __forceinline__ void feed_turned(Feed& feed, int start) {
+  const unsigned char* source = feed.source(start);
+  expand_tile<CODE, FEEDERS, 4>(source, start, feed.p.first_position, feed.keys, feed.begin(), threadIdx.x % FEEDERS);
+  feed.end();
+}
 template <int CODE> __device__ __forceinline__ void feed_tiles(Feed feed) {
   if constexpr (is_turned(CODE)) {
 #pragma unroll 1
-    for (int start = 0; start < feed.keys; start += KEYS) {
-      const unsigned char* source = feed.source(start);
-      expand_tile<CODE, FEEDERS>(source, start, feed.p.first_position, feed.keys, feed.begin(), threadIdx.x % FEEDERS);
-      feed.end();
-    }
+    for (int start = 0; start < feed.keys; start += KEYS) feed_turned<CODE>(feed, start);
   } else {
     feed_plain<CODE>(feed);
+  }
+}
+
+__device__ __forceinline__ void feed(const Attend& p, const AttendShared& shared, int seq, int keys, int key_head) {
+  Feed key_feed = {p, shared, seq, keys, key_head * K_HEAD, false, 0, 0}, value_feed = {p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true, 0, 0};
+  if constexpr (FEED_TOGETHER) {
+#pragma unroll 1
+    for (int start = 0; start < keys; start += KEYS) feed_turned<KEY_CODE>(key_feed, start), feed_turned<VALUE_CODE>(value_feed, start);
+  } else if (threadIdx.x < FEEDERS) {
+    feed_tiles<KEY_CODE>(key_feed);
+  } else {
+    feed_tiles<VALUE_CODE>(value_feed);
   }
 }
 
@@ -270,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<FEED_REGISTERS>();
-    if (threadIdx.x < FEEDERS) feed_tiles<KEY_CODE>(Feed{p, shared, seq, keys, key_head * K_HEAD, false, 0, 0});
-    else feed_tiles<VALUE_CODE>(Feed{p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true, 0, 0});
+    feed(p, shared, seq, keys, key_head);
   } else {
     take_registers<ATTEND_REGISTERS>();
     const int group = threadIdx.x / 128 - 1;

@@ -165,46 +165,82 @@ template <int CODE, class Layout> __device__ __forceinline__ void expand_plain(c
   }
 }
 
-// One warp, each thread another piece: 32 numbers of a turned row, from number 32 * piece on, times their norm -> fp16, or zeros.
-// level: that of index threadIdx.x % 2^bits.
+// 32 numbers of a turned row, from number 32 * piece on: codes and norm.
+template <int CODE> struct TurnedPiece {
+  uint32_t low[low_bits(CODE)], high[1];
+  float norm;
+
+  __device__ __forceinline__ void load(const unsigned char* row, int piece) {
+    constexpr int LOW = low_bits(CODE);
+    const int half = piece / 4, part = piece % 4;
+    const unsigned char* block = row + half * turned_bytes(LOW);
+    read_words(block + 2 + 4 * LOW * part, half == 0, low);
+    read_words(block + 2 + 16 * LOW + 4 * part, half == 0, high);
+    norm = half_to_float(*reinterpret_cast<const uint16_t*>(block));
+  }
+};
+
+// Codes times norm -> fp16, or zeros. level: that of index lane % 2^bits; all lanes of a warp.
 template <int CODE, class Layout>
-__device__ __forceinline__ void expand_turned(const unsigned char* row, int piece, bool wanted, float level, Layout rows, int key) {
+__device__ __forceinline__ void expand_turned(const TurnedPiece<CODE>& from, int piece, bool wanted, float level, Layout rows, int key) {
   constexpr int LOW = low_bits(CODE);
-  const int half = piece / 4, part = piece % 4;
-  const unsigned char* block = row + half * turned_bytes(LOW);
-  uint32_t low[LOW], high[1];
-  read_words(block + 2 + 4 * LOW * part, half == 0, low);
-  read_words(block + 2 + 16 * LOW + 4 * part, half == 0, high);
-  const float norm = half_to_float(*reinterpret_cast<const uint16_t*>(block));
+  uint32_t low_minus, low_plus, high_minus, high_plus;   // bytes of the eight products of 3-bit numbers: PRMT finds them by index
+  if constexpr (LOW == 2) {
+    const uint32_t first = half2_from_floats(LEVELS_3[0] * from.norm, LEVELS_3[1] * from.norm);
+    const uint32_t second = half2_from_floats(LEVELS_3[2] * from.norm, LEVELS_3[3] * from.norm);
+    low_plus = __byte_perm(first, second, 0x6420), high_plus = __byte_perm(first, second, 0x7531);
+    low_minus = __byte_perm(low_plus, 0, 0x0123), high_minus = __byte_perm(high_plus, 0, 0x0123) ^ 0x80808080u;
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t word[4];
+    if constexpr (LOW == 2) {
+      const uint32_t index = spread_indices(from.low[i / 2] >> 16 * (i % 2) & 0xffffu, from.high[0] >> 8 * i & 0xffu);
+      const uint32_t even_low = __byte_perm(low_minus, low_plus, index), even_high = __byte_perm(high_minus, high_plus, index);
+      const uint32_t odd_low = __byte_perm(low_minus, low_plus, index >> 16), odd_high = __byte_perm(high_minus, high_plus, index >> 16);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float value[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int number = 8 * i + 2 * j + k, at = number * LOW;
-        value[k] = __shfl_sync(ALL_LANES, level, (low[at / 32] >> (at % 32) & ((1 << LOW) - 1)) | (high[0] >> number & 1) << LOW) * norm;
+      for (int pair = 0; pair < 2; ++pair) {
+        const uint32_t even = __byte_perm(even_low, even_high, pair ? 0x7362 : 0x5140), odd = __byte_perm(odd_low, odd_high, pair ? 0x7362 : 0x5140);
+        word[2 * pair] = __byte_perm(even, odd, 0x5410), word[2 * pair + 1] = __byte_perm(even, odd, 0x7632);
       }
-      word[j] = wanted ? half2_from_floats(value[0], value[1]) : 0;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float value[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int number = 8 * i + 2 * j + k, at = number * LOW;
+          value[k] = __shfl_sync(ALL_LANES, level, (from.low[at / 32] >> (at % 32) & ((1 << LOW) - 1)) | (from.high[0] >> number & 1) << LOW) * from.norm;
+        }
+        word[j] = half2_from_floats(value[0], value[1]);
+      }
     }
-    *rows.at(key, 32 * piece + 8 * i) = make_uint4(word[0], word[1], word[2], word[3]);
+    *rows.at(key, 32 * piece + 8 * i) = wanted ? make_uint4(word[0], word[1], word[2], word[3]) : make_uint4(0, 0, 0, 0);
   }
 }
 
-// A tile of 64 consecutive positions of a head -> fp16 rows in shared memory, by TILE_THREADS threads of which this is `thread`;
-// keys outside [first, end) become zeros. tile: the head's part of the block of `position`, a multiple of 64.
+// A tile of 64 consecutive positions of a head -> fp16 rows in shared memory, by TILE_THREADS threads of which this is `thread`, each
+// with AT_ONCE loads in flight; keys outside [first, end) become zeros. tile: the head's part of the block of `position`, a multiple of 64.
 template <int CODE, int TILE_THREADS, int AT_ONCE = 2, class Layout>
 __device__ __forceinline__ void expand_tile(const unsigned char* tile, int position, int first, int end, Layout rows, int thread) {
   if constexpr (is_turned(CODE)) {
-    constexpr int PIECES = HEAD_DIM / 32;
+    constexpr int PIECES = HEAD_DIM / 32, ROUNDS = BLOCK_POSITIONS * PIECES / TILE_THREADS;
     static_assert(BLOCK_POSITIONS * PIECES % TILE_THREADS == 0, "whole warps");
+    constexpr int TOGETHER = ROUNDS % AT_ONCE == 0 ? AT_ONCE : 1;   // pieces that are loaded at once
     const float level = level_of<low_bits(CODE)>(thread);
 #pragma unroll 1
-    for (int i = thread; i < BLOCK_POSITIONS * PIECES; i += TILE_THREADS) {
-      const int key = i / PIECES, piece = i % PIECES;
-      expand_turned<CODE>(tile + key * code_row_bytes(CODE), piece, position + key >= first && position + key < end, level, rows, key);
+    for (int first_round = 0; first_round < ROUNDS; first_round += TOGETHER) {
+      TurnedPiece<CODE> piece[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int at = thread + (first_round + i) * TILE_THREADS;
+        piece[i].load(tile + at / PIECES * code_row_bytes(CODE), at % PIECES);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int at = thread + (first_round + i) * TILE_THREADS, key = at / PIECES;
+        expand_turned<CODE>(piece[i], at % PIECES, position + key >= first && position + key < end, level, rows, key);
+      }
     }
   } else {
     constexpr int ROW = code_row_bytes(CODE), CHUNKS = BLOCK_POSITIONS * ROW / 16, NUMBERS = 16 * HEAD_DIM / ROW;
