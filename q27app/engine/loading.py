@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from q27app.weights.container import Container
 
 AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
+LARGE_PREFILL_CHUNK, LARGE_CARD_BYTES = 2048, 40 << 30
+"""Rows of a chunk where the card has so much free memory: larger ones fill its multiprocessors better."""
 GRAPH_BYTES = {"numpy": 0, "cuda": 7 << 18}
 """Device memory of a recorded pass."""
 MAX_AUTO_SLOTS = 4
@@ -164,6 +166,11 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
         raise
 
 
+def auto_chunk(backend: str, free: int) -> int:
+    """Rows of a prefill pass where nobody says. free: bytes of the device before anything is loaded."""
+    return LARGE_PREFILL_CHUNK if backend == "cuda" and free >= LARGE_CARD_BYTES else AUTO_PREFILL_CHUNK[backend]
+
+
 def _load(
     config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
 ) -> Loaded:
@@ -172,10 +179,10 @@ def _load(
     from q27app.model.replays import most_recorded
     from q27app.model.weights import weight_bytes
 
-    chunk = config.prefill_chunk or AUTO_PREFILL_CHUNK[backend.name]
+    free = backend.free_bytes()
+    chunk = config.prefill_chunk or auto_chunk(backend.name, free)
     max_rows = max(chunk, MAX_DECODE_ROWS)
     container = _light(config, backend.name, container, geometry)
-    free = backend.free_bytes()
     movable = 0 if backend.name == "numpy" or geometry.tied else container.tensors["token_embd.weight"].nbytes
     before, in_host = place_embedding(lambda weights: _plan(config, backend, geometry, free, weights, max_rows),
                                       weight_bytes(backend, geometry, container, False, config.fast_head), movable, config.embed,

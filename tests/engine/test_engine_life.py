@@ -9,7 +9,7 @@ import pytest
 
 import q27app.engine.engine as engine_module
 from q27app.engine.engine import Engine
-from q27app.engine.loading import EngineConfig
+from q27app.engine.loading import EngineConfig, auto_chunk
 from q27app.engine.request import FinishReason
 from q27app.errors import EngineDied, OutOfMemory, Overloaded, UsageError
 from tests.engine.toy import expected_text, load_toy
@@ -194,6 +194,11 @@ def test_an_idle_engine_does_not_spin(open_engine, monkeypatch):
     before = len(reads)
     time.sleep(0.2)
     assert len(reads) - before <= 1
+
+
+def test_a_card_with_room_takes_larger_chunks():
+    assert [auto_chunk("cuda", gib << 30) for gib in (8, 24, 80)] == [1024, 1024, 2048]
+    assert auto_chunk("numpy", 80 << 30) == 256
 
 
 @pytest.mark.parametrize("options", [{"prefill_chunk": 100}, {"prefill_chunk": 0}, {"prefill_chunk": 1 << 20}, {"max_queue": -1}])
