@@ -172,31 +172,42 @@ __device__ __forceinline__ void put_attended(const Attend& p, float (&out)[DIM_B
       const float share = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
       const float* gate = p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM;
       float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM;
+      constexpr int AT_ONCE = 8;   // gates that are loaded before anything is stored
 #pragma unroll
-      for (int n = 0; n < BLOCKS * 8; ++n) {
-        const int d = n * 8 + 2 * c;
-        const float(&from)[4] = out[half * BLOCKS + n / 8][n % 8];
-        const float low = __fmul_rn(from[2 * i], share), high = __fmul_rn(from[2 * i + 1], share);
-        if constexpr (TURNED_VALUES) {
-          *reinterpret_cast<float2*>(work + (g + 8 * i) * BLOCK_DIMS + d) = make_float2(low, high);
-        } else {
-          const float2 gates = *reinterpret_cast<const float2*>(gate + d);
-          *reinterpret_cast<float2*>(target + d) = make_float2(gated(low, gates.x), gated(high, gates.y));
+      for (int from = 0; from < BLOCKS * 8; from += AT_ONCE) {
+        float2 gates[AT_ONCE];
+        if constexpr (!TURNED_VALUES)
+#pragma unroll
+          for (int n = 0; n < AT_ONCE; ++n) gates[n] = *reinterpret_cast<const float2*>(gate + (from + n) * 8 + 2 * c);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+          const int d = (from + n) * 8 + 2 * c;
+          const float(&sums)[4] = out[half * BLOCKS + (from + n) / 8][(from + n) % 8];
+          const float low = __fmul_rn(sums[2 * i], share), high = __fmul_rn(sums[2 * i + 1], share);
+          if constexpr (TURNED_VALUES) *reinterpret_cast<float2*>(work + (g + 8 * i) * BLOCK_DIMS + d) = make_float2(low, high);
+          else *reinterpret_cast<float2*>(target + d) = make_float2(gated(low, gates[n].x), gated(high, gates[n].y));
         }
       }
     }
     if constexpr (TURNED_VALUES) {
       __syncwarp();
 #pragma unroll 1
-      for (int i = 0; i < 16; ++i) {
-        const int row = first + i, d = half * BLOCK_DIMS + 4 * lane;
-        if (row >= end) break;
-        const float4 four = *reinterpret_cast<const float4*>(work + i * BLOCK_DIMS + 4 * lane);
-        float value[4] = {four.x, four.y, four.z, four.w};
-        turn_back(value);
-        const float4 gate = *reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
-        *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) =
-            make_float4(gated(value[0], gate.x), gated(value[1], gate.y), gated(value[2], gate.z), gated(value[3], gate.w));
+      for (int base = 0; base < 16 && first + base < end; base += 4) {
+        const int d = half * BLOCK_DIMS + 4 * lane;
+        float4 gates[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          gates[i] = *reinterpret_cast<const float4*>(p.y + (long long)min(first + base + i, end - 1) * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = first + base + i;
+          const float4 four = *reinterpret_cast<const float4*>(work + (base + i) * BLOCK_DIMS + 4 * lane);
+          float value[4] = {four.x, four.y, four.z, four.w};
+          turn_back(value);
+          if (row < end)
+            *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) = make_float4(
+                gated(value[0], gates[i].x), gated(value[1], gates[i].y), gated(value[2], gates[i].z), gated(value[3], gates[i].w));
+        }
       }
     }
   }
@@ -206,11 +217,22 @@ __device__ __forceinline__ void put_attended(const Attend& p, float (&out)[DIM_B
 __device__ __forceinline__ void attend_group(const Attend& p, const AttendShared& shared, int group, int head, int first, int end, int keys) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane >> 2, thread = threadIdx.x % 128;
   unsigned char* queries = shared.queries(group);
-  for (int i = thread; i < 64 * (HEAD_DIM / 8); i += 128) {
-    const int r = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8);
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (first + r < end) value = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
-    *SwizzledRows{queries}.at(r, piece * 8) = value;
+  constexpr int PIECES = 64 * (HEAD_DIM / 8) / 128, AT_ONCE = 8;   // of 16 bytes, a thread
+#pragma unroll 1
+  for (int base = 0; base < PIECES; base += AT_ONCE) {
+    uint4 value[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = thread + (base + i) * 128, r = at / (HEAD_DIM / 8), piece = at % (HEAD_DIM / 8);
+      value[i] = make_uint4(0, 0, 0, 0);
+      if (base + i < PIECES && first + r < end)
+        value[i] = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = thread + (base + i) * 128;
+      if (base + i < PIECES) *SwizzledRows{queries}.at(at / (HEAD_DIM / 8), at % (HEAD_DIM / 8) * 8) = value[i];
+    }
   }
   publish_shared();
   group_barrier(1 + group, 128);
