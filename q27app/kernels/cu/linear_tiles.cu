@@ -28,7 +28,7 @@ __device__ __forceinline__ int split_begin(const LinearTiles& p, int split) { re
 
 // A warp's sums of M tiles from `tile` on and of N groups of 8 tokens from `first_token` on, laid out as mma_f16's -> out. Rows g and
 // g + 8 of a tile of gates and ups are the gate and the up of one row (decode_half_pair).
-// What is added to is read AT_ONCE groups ahead: otherwise every sum would wait for memory by itself.
+// Scales, and what is added to, are read for AT_ONCE groups before any of them is stored: else every sum would wait for memory.
 template <int EPILOGUE, int AT_ONCE, int M, int N>
 __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& segment, int tile, int first_token, int split, float (&acc)[M][N][4]) {
   constexpr bool PAIRED = EPILOGUE == GATE_UP;
@@ -42,20 +42,22 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
   static_assert(N % AT_ONCE == 0, "whole groups");
 #pragma unroll
   for (int first = 0; first < N; first += AT_ONCE) {
-    float old[AT_ONCE][2][M][2];
-    if constexpr (EPILOGUE == ADD) {
+    float inverse[AT_ONCE][2], old[AT_ONCE][2][M][2];
 #pragma unroll
-      for (int n = 0; n < AT_ONCE; ++n)
+    for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
+      for (int j = 0; j < 2; ++j) {
+        const int token = first_token + (first + n) * 8 + 2 * q + j;
+        inverse[n][j] = token < p.rows ? p.inverse[token] : 0.0f;
+        if constexpr (EPILOGUE == ADD)
 #pragma unroll
           for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
-              const int token = first_token + (first + n) * 8 + 2 * q + j, i = 16 * m + 8 * upper;
+              const int i = 16 * m + 8 * upper;
               old[n][j][m][upper] = !is_part && token < p.rows && row + i < end ? out[(long long)token * stride + i] : 0.0f;
             }
-    }
+      }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
@@ -63,14 +65,13 @@ __device__ __forceinline__ void put_sums(const LinearTiles& p, const Segment& se
         const int token = first_token + (first + n) * 8 + 2 * q + j;
         if (token >= p.rows) continue;
         float* target = out + (long long)token * stride;
-        const float inverse = p.inverse[token];
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
           for (int upper = 0; upper < ROWS; ++upper) {
             const int i = STEP * m + 8 * upper;
-            float value = __fmul_rn(acc[m][first + n][2 * upper + j], inverse);
-            if constexpr (PAIRED) value = __fmul_rn(silu(value), __fmul_rn(acc[m][first + n][2 + j], inverse));
+            float value = __fmul_rn(acc[m][first + n][2 * upper + j], inverse[n][j]);
+            if constexpr (PAIRED) value = __fmul_rn(silu(value), __fmul_rn(acc[m][first + n][2 + j], inverse[n][j]));
             if (EPILOGUE == ADD && !is_part) value = __fadd_rn(old[n][j][m][upper], value);
             if (row + i < end) target[i] = value;
           }
