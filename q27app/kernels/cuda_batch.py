@@ -11,7 +11,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels.batch import MAX_KEEPS, Batch
 from q27app.kernels.launch import Device
-from q27app.kernels.staging import Slate
+from q27app.kernels.staging import Slates
 
 
 def _places(max_rows: int, max_seqs: int, table_stride: int) -> tuple[dict[str, int], int]:
@@ -37,7 +37,7 @@ class BatchArea:
         self.max_rows, self.max_seqs, self.table_stride = max_rows, max_seqs, table_stride
         self._device = device
         self._at, end = _places(max_rows, max_seqs, table_stride)
-        self._hosts = [Slate(device, 4 * end), Slate(device, 4 * end)]
+        self._hosts = Slates(device, 4 * end)
         self.address = device.allocate(4 * end)
         self._tables = np.full((max_seqs, table_stride), -1, np.int32)   # what is known to be on the device, -1 elsewhere
 
@@ -50,8 +50,7 @@ class BatchArea:
         width, count = batch.block_tables.shape[1], batch.num_seqs
         if width > self.table_stride:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
-        self._hosts.reverse()
-        host = self._hosts[0].open().view(np.int32)
+        host = self._hosts.open().view(np.int32)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
                              ("row_starts", batch.row_starts), ("slots", batch.slots)):
             host[self._at[name]:self._at[name] + len(values)] = values
@@ -67,7 +66,7 @@ class BatchArea:
             if not self._device.is_recording:
                 known[:, :width] = wanted
         self._device.upload_pinned(self.address, host[:used])
-        self._hosts[0].sent()
+        self._hosts.sent()
 
     def release(self) -> None:
         self._device.release(self.address)

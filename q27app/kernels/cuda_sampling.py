@@ -11,7 +11,7 @@ from q27app.kernels import cuda_args
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.cuda_batch import BatchArea
 from q27app.kernels.memory import CudaBuffer
-from q27app.kernels.staging import Slate
+from q27app.kernels.staging import Slates
 
 CHUNKS, LIST, MAX_LOGPROBS, MAX_STEPS = 64, 4096, 32, 16
 
@@ -38,13 +38,12 @@ class Inputs:
 
     def __init__(self, device, address: int, nbytes: int) -> None:
         self._device, self._address, self._size = device, address, nbytes
-        self._hosts = [Slate(device, nbytes), Slate(device, nbytes)]
+        self._hosts = Slates(device, nbytes)
 
     def put(self, rows: SamplingRows, limits: np.ndarray | None = None) -> tuple[cuda_args.Sample, int]:
         """Where everything lies, and the limits. limits: of a chain of drafts, whose penalty lists get a place a step.
         The places depend on the number of rows alone where there are neither penalties nor masks."""
-        self._hosts.reverse()
-        host = self._hosts[0].open()
+        host = self._hosts.open()
         args, end, limits_at = cuda_args.Sample(), 0, 0
         arrays = {
             "seeds": (rows.seeds, np.uint64), "positions": (rows.positions, np.int64), "temperature": (rows.temperature, np.float32),
@@ -69,7 +68,7 @@ class Inputs:
                 setattr(args, name, self._address + end)
             end += -(-data.size // 16) * 16
         self._device.upload_pinned(self._address, host[:max(end, 16)])
-        self._hosts[0].sent()
+        self._hosts.sent()
         return args, limits_at
 
 

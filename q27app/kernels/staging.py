@@ -23,8 +23,7 @@ class Sends(Protocol):
 
 
 class Slate:
-    """Page-locked memory whose contents are sent without waiting, and which is written again only when they have been. With two in turn
-    the host may prepare a pass while the one before has not begun."""
+    """Page-locked memory whose contents are sent without waiting, and which is written again only when they have been."""
 
     def __init__(self, device: Any, nbytes: int) -> None:
         self._device, self._memory = device, device.pinned(nbytes)
@@ -40,6 +39,25 @@ class Slate:
     def sent(self) -> None:
         """What it holds has been sent."""
         self._moment = self._device.moment()
+
+
+class Slates:
+    """Two slates in turn, so that the host may prepare a pass while the one before has not begun. A recording that sends one sends that
+    one whenever it is replayed: from then on there is no other, and it sends what was written last."""
+
+    def __init__(self, device: Any, nbytes: int) -> None:
+        self._device, self._slates = device, [Slate(device, nbytes), Slate(device, nbytes)]
+        self._is_recorded = False
+
+    def open(self) -> np.ndarray:
+        """See `Slate.open`."""
+        if not self._is_recorded:
+            self._slates.reverse()
+        self._is_recorded = self._is_recorded or self._device.is_recording
+        return self._slates[0].open()
+
+    def sent(self) -> None:
+        self._slates[0].sent()
 
 
 class Staging:

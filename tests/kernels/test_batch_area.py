@@ -83,3 +83,26 @@ def test_the_hosts_copies_are_written_in_turn_and_again_only_after_a_wait():
     assert memory.num_waits == 2, "somebody has waited already"
     memory.synchronize()
     assert found(memory, area, "tokens", 1) == [5] and found(memory, area, "tables", 1) == [4]
+
+
+def test_a_replay_sends_what_was_put_last():
+    """A recording that contains the copy reads the host's memory whenever it is replayed."""
+    memory = Memory()
+    area = BatchArea(memory, 64, 4, 8)
+
+    def batch(step: int):
+        return make_batch("decode", [[step]], [step], [0], [[3, 4 + step // 4]])
+
+    for step in range(3):
+        area.put(batch(step))
+        memory.synchronize()
+    memory.is_recording = True
+    area.put(batch(3))
+    memory.is_recording, recorded = False, memory.queued.copy()
+    memory.queued.clear()
+    for step in range(3, 12):
+        area.put(batch(step))
+        memory.queued += recorded
+        memory.synchronize()
+        assert found(memory, area, "tokens", 1) == [step] == found(memory, area, "positions", 1)
+        assert found(memory, area, "tables", 2) == [3, 4 + step // 4]
