@@ -19,7 +19,7 @@ from q27app.weights.demo_tokenizer import train
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-DEMO_SHA256 = "6364caf18cc5ed95275d8af794778d7424a1e0f3cede6f35a7b68d843ed2a3fa"
+DEMO_SHA256 = "995d547c107d6b3d170065b19b72212bb52e0826fc97b089cefc80e41a86ffd9"
 """Of the bundled model; `training/README.md` says how it is made."""
 
 
