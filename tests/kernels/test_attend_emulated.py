@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from q27app.errors import UsageError
-from q27app.kernels import card as card_module, cuda_attention
+from q27app.kernels import cuda_attention
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
@@ -27,8 +27,9 @@ TWO_KEY_HEADS = replace(CONFIG, num_heads=12, num_kv_heads=2)
 
 @pytest.mark.long
 @pytest.mark.parametrize("name, card, config", [
-    ("turbo5k", CARD, CONFIG), ("turbo5k", SMALL_CARD, TWO_KEY_HEADS), ("fp16", CARD, CONFIG), ("fp8", CARD, CONFIG), ("turbo3", CARD, CONFIG)],
-    ids=["turbo5k", "turbo5k, two key heads, 99 KiB", "fp16", "fp8", "turbo3"])
+    ("turbo5k", CARD, CONFIG), ("turbo5k", SMALL_CARD, TWO_KEY_HEADS), ("fp16", CARD, CONFIG), ("fp16", SMALL_CARD, CONFIG),
+    ("fp8", CARD, CONFIG), ("turbo3", CARD, CONFIG)],
+    ids=["turbo5k", "turbo5k, two key heads, 99 KiB", "fp16", "fp16, 99 KiB", "fp8", "turbo3"])
 def test_attention_of_a_format(name, card, config):
     device = EmulatedDevice(card)
     bench = attend_checks.AttendBench(device, config, name, 6, 2, 80)
@@ -41,8 +42,7 @@ def test_attention_of_a_format(name, card, config):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
-def test_prefill_by_warpgroups(name, monkeypatch):
-    monkeypatch.setattr(card_module, "WARPGROUP_KINDS", frozenset({(9, 0)}))
+def test_prefill_by_warpgroups(name):
     device = EmulatedDevice(CARD)
     bench = attend_checks.AttendBench(device, CONFIG, name, 6, 1, 200)
     attend_checks.fill(bench, 192)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from q27app.kernels import card as card_module, cuda_tiles, reference
+from q27app.kernels import cuda_tiles, reference
 from q27app.kernels.batch import SamplingRows, in_flight
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
@@ -20,11 +20,6 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
     pytest.mark.long,
 ]
-
-
-@pytest.fixture(autouse=True)
-def warpgroups(monkeypatch):
-    monkeypatch.setattr(card_module, "WARPGROUP_KINDS", frozenset({(9, 0)}))
 
 
 @pytest.fixture

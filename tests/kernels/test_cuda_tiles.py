@@ -5,17 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from q27app.kernels import card as card_module
 from q27app.kernels.card import Card
 from q27app.kernels.cuda_tiles import TilePart, cut_segments, tile_plan, tile_shapes
 from q27app.kernels.cuda_weights import KIND_Q4, Segment
 
 HOPPER, AMPERE = Card("90", (9, 0), 132, 227 * 1024), Card("86", (8, 6), 82, 99 * 1024, 1536)
-
-
-@pytest.fixture(autouse=True)
-def warpgroups(monkeypatch):
-    monkeypatch.setattr(card_module, "WARPGROUP_KINDS", frozenset({(9, 0)}))
 
 
 def segments_of(*rows: int) -> tuple[Segment, ...]:

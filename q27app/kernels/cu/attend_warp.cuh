@@ -5,10 +5,9 @@
 
 constexpr int THREADS = QUERY_WARPS * 32, STRIDE = HEAD_DIM + 8;
 constexpr int DIM_TILES = HEAD_DIM / 8, STEP = 32, KEY_TILES = STEP / 8;   // keys of a softmax step
-constexpr int OUT_STRIDE = HEAD_DIM + 8;
-static_assert(!TURNED_VALUES || QUERIES * OUT_STRIDE * 4 <= (QUERIES + 2 * KEYS) * STRIDE * 2, "what was attended fits in shared memory");
+static_assert(!TURNED_VALUES || QUERIES * BLOCK_DIMS * 4 <= (QUERIES + 2 * KEYS) * STRIDE * 2, "what was attended fits in shared memory");
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
+extern "C" __global__ void __launch_bounds__(THREADS) attend_prefill(const __grid_constant__ Attend p) {
   SHARED_BYTES(shared);
   uint16_t* q = reinterpret_cast<uint16_t*>(shared);
   uint16_t* k = q + QUERIES * STRIDE;
@@ -30,9 +29,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     position[i] = row < end ? p.positions[row] : -1;
     factor[i] = row < end ? p.q_factor[(long long)row * NUM_HEADS + head] : 0.0f;
   }
-  float out[DIM_TILES][4];
+  float out[DIM_BLOCKS][8][4];
 #pragma unroll
-  for (int n = 0; n < DIM_TILES; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0f;
+  for (int n = 0; n < DIM_TILES; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
   const int keys = p.positions[end - 1] + 1;
   const int warp_last = first + warp * 16 < end ? p.positions[min(first + warp * 16 + 15, end - 1)] : -1;
 #pragma unroll 1
@@ -91,7 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     }
     if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
 #pragma unroll
-      for (int n = 0; n < DIM_TILES; ++n) out[n][0] *= correction[0], out[n][1] *= correction[0], out[n][2] *= correction[1], out[n][3] *= correction[1];
+      for (int n = 0; n < DIM_TILES; ++n) {
+        float(&o)[4] = out[n / 8][n % 8];
+        o[0] *= correction[0], o[1] *= correction[0], o[2] *= correction[1], o[3] *= correction[1];
+      }
     uint32_t a[KEY_TILES / 2][4];
 #pragma unroll
     for (int s = 0; s < KEY_TILES / 2; ++s) {
@@ -102,42 +104,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     for (int n = 0; n < DIM_TILES; ++n) {
       uint32_t b[4];
       load_transposed(b, v + (step + lane) * STRIDE + n * 8);
-      mma_f16(out[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-      mma_f16(out[n], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+      mma_f16(out[n / 8][n % 8], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+      mma_f16(out[n / 8][n % 8], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
     }
     }
   }
   if constexpr (TURNED_VALUES) __syncthreads();   // keys and values give their place to what was attended
-  float* turned = reinterpret_cast<float*>(shared) + warp * 16 * OUT_STRIDE;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = first + warp * 16 + g + 8 * i;
-    if (row >= end) continue;
-    const float share = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
-    const float* gate = p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM;
-    float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM;
-#pragma unroll
-    for (int n = 0; n < DIM_TILES; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int d = n * 8 + 2 * c + j;
-        const float value = __fmul_rn(out[n][2 * i + j], share);
-        if constexpr (TURNED_VALUES) turned[(g + 8 * i) * OUT_STRIDE + d] = value;
-        else target[d] = gated(value, gate[d]);
-      }
-  }
-  if constexpr (TURNED_VALUES) {
-    __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < 16 * HEAD_DIM / BLOCK_DIMS; ++i) {
-      const int row = first + warp * 16 + i / (HEAD_DIM / BLOCK_DIMS), d = i % (HEAD_DIM / BLOCK_DIMS) * BLOCK_DIMS + 4 * lane;
-      if (row >= end) break;
-      const float4 four = *reinterpret_cast<const float4*>(turned + i / (HEAD_DIM / BLOCK_DIMS) * OUT_STRIDE + d);
-      float value[4] = {four.x, four.y, four.z, four.w};
-      turn_back(value);
-      const float4 gate = *reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
-      *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) =
-          make_float4(gated(value[0], gate.x), gated(value[1], gate.y), gated(value[2], gate.z), gated(value[3], gate.w));
-    }
-  }
+  put_attended(p, out, sum, head, first + warp * 16, end, reinterpret_cast<float*>(shared) + warp * 16 * BLOCK_DIMS);
 }

@@ -4,7 +4,7 @@
 #include "kv_format.cuh"
 #include "warpgroup.cuh"
 
-constexpr int THREADS = 384, STAGES = 2, DIM_BLOCKS = HEAD_DIM / 64, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
+constexpr int THREADS = 384, STAGES = 2, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
 constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024;
 constexpr bool FEED_TOGETHER = TURNED_KEYS && TURNED_VALUES;   // all four warps feed both, else two feed keys and two values
 constexpr int FEEDERS = FEED_TOGETHER ? 128 : 64;
@@ -154,62 +154,6 @@ __device__ __forceinline__ void weigh_values(float (&out)[DIM_BLOCKS][8][4], con
   } else {
 #pragma unroll
     for (int block = 0; block < DIM_BLOCKS; ++block) warpgroup_mma_across(out[block], a, values + block * BLOCK_OF_64, step);
-  }
-}
-
-// What 16 rows of a warp attended -> out, with the gate.
-__device__ __forceinline__ void put_attended(const Attend& p, float (&out)[DIM_BLOCKS][8][4], const float (&sum)[2], int head, int first, int end,
-                                             float* work) {
-  const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-#pragma unroll
-  for (int half = 0; half < (TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1); ++half) {
-    constexpr int BLOCKS = TURNED_VALUES ? BLOCK_DIMS / 64 : DIM_BLOCKS;
-    if constexpr (TURNED_VALUES) __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = first + g + 8 * i;
-      if (row >= end) continue;
-      const float share = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
-      const float* gate = p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM + HEAD_DIM;
-      float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM;
-      constexpr int AT_ONCE = 8;   // gates that are loaded before anything is stored
-#pragma unroll
-      for (int from = 0; from < BLOCKS * 8; from += AT_ONCE) {
-        float2 gates[AT_ONCE];
-        if constexpr (!TURNED_VALUES)
-#pragma unroll
-          for (int n = 0; n < AT_ONCE; ++n) gates[n] = *reinterpret_cast<const float2*>(gate + (from + n) * 8 + 2 * c);
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-          const int d = (from + n) * 8 + 2 * c;
-          const float(&sums)[4] = out[half * BLOCKS + (from + n) / 8][(from + n) % 8];
-          const float low = __fmul_rn(sums[2 * i], share), high = __fmul_rn(sums[2 * i + 1], share);
-          if constexpr (TURNED_VALUES) *reinterpret_cast<float2*>(work + (g + 8 * i) * BLOCK_DIMS + d) = make_float2(low, high);
-          else *reinterpret_cast<float2*>(target + d) = make_float2(gated(low, gates[n].x), gated(high, gates[n].y));
-        }
-      }
-    }
-    if constexpr (TURNED_VALUES) {
-      __syncwarp();
-#pragma unroll 1
-      for (int base = 0; base < 16 && first + base < end; base += 4) {
-        const int d = half * BLOCK_DIMS + 4 * lane;
-        float4 gates[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          gates[i] = *reinterpret_cast<const float4*>(p.y + (long long)min(first + base + i, end - 1) * p.y_stride + (2 * head + 1) * HEAD_DIM + d);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = first + base + i;
-          const float4 four = *reinterpret_cast<const float4*>(work + (base + i) * BLOCK_DIMS + 4 * lane);
-          float value[4] = {four.x, four.y, four.z, four.w};
-          turn_back(value);
-          if (row < end)
-            *reinterpret_cast<float4*>(p.out + (long long)row * p.out_stride + head * HEAD_DIM + d) = make_float4(
-                gated(value[0], gates[i].x), gated(value[1], gates[i].y), gated(value[2], gates[i].z), gated(value[3], gates[i].w));
-        }
-      }
-    }
   }
 }
 
