@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from q27app.model.config import ModelConfig
     from q27app.weights.container import Container
 
-AUTO_PREFILL_CHUNK = {"numpy": 256, "cuda": 1024}
-LARGE_PREFILL_CHUNK, LARGE_CARD_BYTES = 2048, 40 << 30
-"""Rows of a chunk where the card has so much free memory: larger ones fill its multiprocessors better."""
+NUMPY_PREFILL_CHUNK = 256
 GRAPH_BYTES = {"numpy": 0, "cuda": 7 << 18}
 """Device memory of a recorded pass."""
 MAX_AUTO_SLOTS = 4
@@ -168,7 +166,9 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
 
 def auto_chunk(backend: str, free: int) -> int:
     """Rows of a prefill pass where nobody says. free: bytes of the device before anything is loaded."""
-    return LARGE_PREFILL_CHUNK if backend == "cuda" and free >= LARGE_CARD_BYTES else AUTO_PREFILL_CHUNK[backend]
+    from q27app.model.budget import card_prefill_rows
+
+    return card_prefill_rows(free) if backend == "cuda" else NUMPY_PREFILL_CHUNK
 
 
 def _load(

@@ -106,6 +106,15 @@ def kv_formats_for(compute_capability: tuple[int, int], head_dim: int | None = N
             and compute_capability >= form.min_compute_capability and (head_dim is None or form.fits(head_dim))]
 
 
+PREFILL_ROWS, LARGE_PREFILL_ROWS, LARGE_CARD_BYTES = 1024, 2048, 40 << 30
+"""Rows of a prefill pass on a card, and on one with so much free memory: more rows fill its multiprocessors better."""
+
+
+def card_prefill_rows(free: int) -> int:
+    """Rows of a prefill pass where nobody says. free: bytes of the card before anything is loaded."""
+    return LARGE_PREFILL_ROWS if free >= LARGE_CARD_BYTES else PREFILL_ROWS
+
+
 def scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int) -> int:
     """Activations of a pass (`model.layers.Scratch` and `model.forward.Model`), float32."""
     per_row = (config.attention_project_width + config.attention_width + config.delta_project_width

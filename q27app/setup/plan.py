@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import KV_FORMATS, MemoryPlan, card_scratch_bytes, kv_formats_for, place_embedding, plan_memory
+from q27app.model.budget import KV_FORMATS, MemoryPlan, card_prefill_rows, card_scratch_bytes, kv_formats_for, place_embedding, plan_memory
 from q27app.setup.cards import OLDEST
 from q27app.setup.checkpoints import FAMILY, Checkpoint, family_checkpoint, good_tiers
 
@@ -32,7 +32,6 @@ DESKTOP_BYTES = 512 << 20
 WSL_BYTES = 1331 << 20
 MARGIN_SHARE = 16
 MAX_AUTO_SLOTS = 4
-PREFILL_ROWS = 1024
 LOGIT_ROWS = 64
 SHORT_CONTEXT = 32_768
 """A coding agent needs about this much; less is told as a warning."""
@@ -207,7 +206,7 @@ class _Search:
         config = self.checkpoint.config
 
         def plan(weights: int) -> MemoryPlan:
-            return plan_memory(config, free=self.free, weights=weights, scratch=card_scratch_bytes(config, PREFILL_ROWS, LOGIT_ROWS),
+            return plan_memory(config, free=self.free, weights=weights, scratch=card_scratch_bytes(config, card_prefill_rows(self.free), LOGIT_ROWS),
                                kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots, runtime=RUNTIME_BYTES)
 
         memory, in_host = place_embedding(plan, self.checkpoint.bytes_of(tier), self.checkpoint.embed_bytes(tier), self.embed,

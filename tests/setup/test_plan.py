@@ -93,7 +93,7 @@ def test_alternatives_fit_too(machine):
 
 def test_figures_are_those_of_the_engine():
     assert planning.MAX_AUTO_SLOTS == loading.MAX_AUTO_SLOTS
-    assert planning.PREFILL_ROWS == loading.AUTO_PREFILL_CHUNK["cuda"]
+    assert all(planning.card_prefill_rows(gib << 30) == loading.auto_chunk("cuda", gib << 30) for gib in (8, 24, 32, 48, 80))
 
 
 def test_a_desktop_and_wsl_cost_window():
