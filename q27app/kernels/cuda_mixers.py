@@ -29,8 +29,9 @@ def chunk_launch(dim: int) -> tuple[int, int, int]:
 
 
 def delta_threads(defines: dict[str, int]) -> int:
-    """Threads of a block of delta_step (DELTA_THREADS)."""
-    return defines["DELTA_DIM"] // defines["SLICES"] // defines["LANE_COLUMNS"] * (defines["DELTA_DIM"] // 16)
+    """Threads of a block of delta_step (BLOCK_THREADS)."""
+    dim, columns = defines["DELTA_DIM"], defines["DELTA_DIM"] // defines["SLICES"]
+    return max(columns // defines["LANE_COLUMNS"] * (dim // 16), -(-(2 * dim + columns) // 32) * 32)
 
 
 class Mixers:

@@ -1,4 +1,4 @@
-"""The delta stage of the CUDA backend alone, on any device: results against the reference, bits of a resumed prefill."""
+"""The delta stage of the CUDA backend alone, on any device: results against the reference, bits that must not change."""
 
 from __future__ import annotations
 
@@ -53,6 +53,20 @@ class DeltaBench:
             at += count
         return np.concatenate(found)
 
+    def step(self, y: np.ndarray, count: int) -> np.ndarray:
+        """Rows y from position 0 on, `count` rows a decode pass."""
+        state = self.backend.allocate_state(self.config, 1, 1, "fp16", 1, 8, 16)
+        found = []
+        for at in range(0, len(y), count):
+            rows = y[at:at + count]
+            self.backend.device.upload(self.y.address, rows)
+            self.backend.begin(make_batch("decode", [[0] * len(rows)], [at], [0], [list(range(8))]), state)
+            out = self.out.rows(len(rows))
+            self.backend.delta(self.y.rows(len(rows)), self.layer, out)
+            self.backend._mixers.finish_gated(out)
+            found.append(self.backend.download(out))
+        return np.concatenate(found)
+
     def expected(self, y: np.ndarray) -> np.ndarray:
         heads, dim = self.config.delta_value_heads, self.config.delta_head_dim
         window, state = np.zeros((3, self.channels), np.float32), np.zeros((heads, dim, dim), np.float32)
@@ -68,3 +82,13 @@ def check_delta(bench: DeltaBench, count: int) -> float:
     if not np.array_equal(cold, bench.prefill(y, (64, count - 64))):
         raise AssertionError("a prefill resumed at 64 has other bits")
     return max(relative_error(cold, expected), relative_error(bench.prefill(y, (5, 50, count - 55)), expected))
+
+
+def check_steps(bench: DeltaBench, count: int, sizes: tuple[int, ...]) -> float:
+    """`count` decode rows in passes of every size: near the reference, the same bits. Returns the relative error."""
+    y = bench.rows(count)
+    found = [bench.step(y, size) for size in sizes]
+    for size, other in zip(sizes, found, strict=True):
+        if not np.array_equal(other, found[0]):
+            raise AssertionError(f"bits changed in passes of {size} rows")
+    return relative_error(found[0], bench.expected(y))

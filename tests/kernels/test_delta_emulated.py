@@ -1,4 +1,4 @@
-"""The prefill of the delta rule on the CPU (tests/kernels/emulation): near the reference, the same bits when resumed."""
+"""The delta rule on the CPU (tests/kernels/emulation): near the reference, the same bits when resumed and in every pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.kernels import cuda_checks
-from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_delta
+from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_delta, check_steps
 from tests.kernels.emulation.emulated_device import EmulatedDevice, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
@@ -20,4 +20,13 @@ def test_a_prefill_equals_the_reference_and_keeps_its_bits(dim, sharp):
     device = EmulatedDevice()
     bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4), sharp)
     assert check_delta(bench, 100) < TOLERANCE
+    device.check_guards()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [128, 64, 32])
+def test_decode_rows_equal_the_reference_in_every_pass(dim):
+    device = EmulatedDevice()
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
+    assert check_steps(bench, 17, (1, 3, 16)) < TOLERANCE
     device.check_guards()

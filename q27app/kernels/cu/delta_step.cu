@@ -3,7 +3,7 @@
 // Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> out [rows, Nv Dv] f32 before the gated norm; state [Nv, Dv, Dk] f32 and
 //            window [4, C] of a slot
 // Layout:    delta.cuh
-// Launch:    delta_step grid (value heads * SLICES, seqs, layers), block (DELTA_THREADS), static shared memory;
+// Launch:    delta_step grid (value heads * SLICES, seqs, layers), block (BLOCK_THREADS), static shared memory;
 //            delta_window grid (channels / 256, seqs, layers), block (256); delta_gate grid (rows), block (256)
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH, SLICES, LANE_COLUMNS    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
@@ -22,25 +22,41 @@ static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "lanes of a column are 
 static_assert(DELTA_THREADS % 32 == 0 && DELTA_THREADS <= 1024 && DIM % SLICES == 0, "block size");
 constexpr int MAX_ROWS = 16, RECORD = CHANNELS + 2 * VALUE_HEADS;
 
-// l2 norm of a head in place; one warp.
-__device__ __forceinline__ void normalize_head(float* head, bool query) {
+// l2 norms of a query and a key in place; one warp. Every lane gets their product.
+__device__ __forceinline__ float normalize_pair(float* query, float* key) {
   const int lane = threadIdx.x % 32;
-  float squares = 0.0f;
+  float q[DIM / 32], k[DIM / 32], queries = 0.0f, keys = 0.0f, product = 0.0f;
 #pragma unroll
-  for (int i = 0; i < DIM / 32; ++i) squares = fmaf(head[lane + 32 * i], head[lane + 32 * i], squares);
-  const float factor = head_factor(squares, query);
+  for (int i = 0; i < DIM / 32; ++i) {
+    q[i] = query[lane + 32 * i], k[i] = key[lane + 32 * i];
+    queries = fmaf(q[i], q[i], queries), keys = fmaf(k[i], k[i], keys), product = fmaf(q[i], k[i], product);
+  }
+  product = warp_sum(product);
+  const float query_factor = head_factor(queries, true), key_factor = head_factor(keys, false);
 #pragma unroll
-  for (int i = 0; i < DIM / 32; ++i) head[lane + 32 * i] = __fmul_rn(head[lane + 32 * i], factor);
+  for (int i = 0; i < DIM / 32; ++i) query[lane + 32 * i] = __fmul_rn(q[i], query_factor), key[lane + 32 * i] = __fmul_rn(k[i], key_factor);
+  return __fmul_rn(__fmul_rn(product, query_factor), key_factor);
 }
 
-// q . k of a normed head; every lane of the warp gets it.
-__device__ __forceinline__ float head_product(const float* q, const float* k) {
-  const int lane = threadIdx.x % 32;
-  float sum = 0.0f;
+struct __align__(16) Inputs {
+  float q[MAX_ROWS][DIM], k[MAX_ROWS][DIM], v[MAX_ROWS][COLUMNS], gates[MAX_ROWS][4];   // gates: decay, beta, q . k
+};
+
+// What a lane needs of a row; asked for a row ahead.
+template <int NUM> struct Row {
+  float4 q[VALUES / 4], k[VALUES / 4], gates;
+  float v[NUM];
+  __device__ __forceinline__ void load(const Inputs& in, int r, int column, int j) {
 #pragma unroll
-  for (int i = 0; i < DIM / 32; ++i) sum = fmaf(q[lane + 32 * i], k[lane + 32 * i], sum);
-  return warp_sum(sum);
-}
+    for (int i = 0; i < VALUES / 4; ++i) {
+      k[i] = reinterpret_cast<const float4*>(in.k[r])[j + LANES * i];
+      q[i] = reinterpret_cast<const float4*>(in.q[r])[j + LANES * i];
+    }
+    gates = *reinterpret_cast<const float4*>(in.gates[r]);
+#pragma unroll
+    for (int c = 0; c < NUM; ++c) v[c] = in.v[r][column + c];
+  }
+};
 
 // The lane's share of NUM columns: key dims 4 (j + LANES i) + e at [i * 4 + e].
 template <int NUM> struct Columns {
@@ -61,22 +77,26 @@ template <int NUM> struct Columns {
       for (int i = 0; i < VALUES / 4; ++i)
         reinterpret_cast<float4*>(column + c * DIM)[j + LANES * i] = make_float4(s[c][4 * i], s[c][4 * i + 1], s[c][4 * i + 2], s[c][4 * i + 3]);
   }
-  // One row; every lane of a column gets its o. gates: decay, beta, q . k. Both products are of the state before the row, so
-  // that one exchange between lanes is on the way to the next row: q . (decay S + k d) = decay (q . S) + (q . k) d.
-  __device__ __forceinline__ void step(const float* q, const float* k, const float (&v)[NUM], const float4& gates, int j, float (&o)[NUM]) {
-    float key[VALUES], guess[NUM], read[NUM];
+  // One row; every lane of a column gets its o. Both products are of the state before the row, so that one exchange between
+  // lanes is on the way to the next row: q . (decay S + k d) = decay (q . S) + (q . k) d.
+  __device__ __forceinline__ void step(const Row<NUM>& row, float (&o)[NUM]) {
+    float guess[NUM], read[NUM];
 #pragma unroll
-    for (int c = 0; c < NUM; ++c) guess[c] = read[c] = 0.0f;
+    for (int c = 0; c < NUM; ++c) {
+      float part[VALUES / 4][2];
 #pragma unroll
-    for (int i = 0; i < VALUES / 4; ++i) {
-      const float4 x = reinterpret_cast<const float4*>(k)[j + LANES * i], y = reinterpret_cast<const float4*>(q)[j + LANES * i];
-      key[4 * i] = x.x, key[4 * i + 1] = x.y, key[4 * i + 2] = x.z, key[4 * i + 3] = x.w;
-#pragma unroll
-      for (int c = 0; c < NUM; ++c) {
+      for (int i = 0; i < VALUES / 4; ++i) {
         const float* at = s[c] + 4 * i;
-        guess[c] = __fadd_rn(guess[c], fmaf(x.w, at[3], fmaf(x.z, at[2], fmaf(x.y, at[1], __fmul_rn(x.x, at[0])))));
-        read[c] = __fadd_rn(read[c], fmaf(y.w, at[3], fmaf(y.z, at[2], fmaf(y.y, at[1], __fmul_rn(y.x, at[0])))));
+        const float4 x = row.k[i], y = row.q[i];
+        part[i][0] = fmaf(x.w, at[3], fmaf(x.z, at[2], fmaf(x.y, at[1], __fmul_rn(x.x, at[0]))));
+        part[i][1] = fmaf(y.w, at[3], fmaf(y.z, at[2], fmaf(y.y, at[1], __fmul_rn(y.x, at[0]))));
       }
+#pragma unroll
+      for (int distance = VALUES / 8; distance > 0; distance >>= 1)
+#pragma unroll
+        for (int i = 0; i < distance; ++i)
+          part[i][0] = __fadd_rn(part[i][0], part[i + distance][0]), part[i][1] = __fadd_rn(part[i][1], part[i + distance][1]);
+      guess[c] = part[0][0], read[c] = part[0][1];
     }
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance >>= 1)
@@ -87,16 +107,12 @@ template <int NUM> struct Columns {
       }
 #pragma unroll
     for (int c = 0; c < NUM; ++c) {
-      const float d = __fmul_rn(gates.y, fmaf(-gates.x, guess[c], v[c]));
-      o[c] = fmaf(gates.x, read[c], __fmul_rn(gates.z, d));
+      const float d = __fmul_rn(row.gates.y, fmaf(-row.gates.x, guess[c], row.v[c]));
+      o[c] = fmaf(row.gates.x, read[c], __fmul_rn(row.gates.z, d));
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i) s[c][i] = fmaf(key[i], d, __fmul_rn(s[c][i], gates.x));
+      for (int i = 0; i < VALUES; ++i) s[c][i] = fmaf(get(row.k[i / 4], i % 4), d, __fmul_rn(s[c][i], row.gates.x));
     }
   }
-};
-
-struct __align__(16) Inputs {
-  float q[MAX_ROWS][DIM], k[MAX_ROWS][DIM], v[MAX_ROWS][COLUMNS], gates[MAX_ROWS][4];
 };
 
 struct Span {   // rows of a sequence
@@ -113,112 +129,107 @@ __device__ __forceinline__ Span span_of(const Delta& p, int seq) {
   return s;
 }
 
-// Channels of the block, in passes of DELTA_THREADS: q and k of its key head, its columns of v. A thread has one a pass.
-constexpr int BLOCK_CHANNELS = 2 * DIM + COLUMNS, PASSES = (BLOCK_CHANNELS + DELTA_THREADS - 1) / DELTA_THREADS;
-constexpr int BATCH = 8;   // rows whose loads are in flight together, of all passes
+// A thread has a channel of the block: q and k of its key head, its columns of v. Some threads have no columns of the state.
+constexpr int BLOCK_CHANNELS = 2 * DIM + COLUMNS;
+constexpr int BLOCK_THREADS = BLOCK_CHANNELS > DELTA_THREADS ? (BLOCK_CHANNELS + 31) / 32 * 32 : DELTA_THREADS;
 
 __device__ __forceinline__ int channel_of(int i, int head, int slice) {
   const int key_head = head % KEY_HEADS;
   return i < DIM ? key_head * DIM + i : i < 2 * DIM ? (KEY_HEADS + key_head) * DIM + i - DIM : (2 * KEY_HEADS + head) * DIM + slice * COLUMNS + i - 2 * DIM;
 }
 
-struct Taps {   // of a thread's channels; loaded before the inputs are there
-  float taps[PASSES][CONV_WIDTH], past[PASSES][CONV_WIDTH];
-  __device__ __forceinline__ void load(const float* conv, const float* window, int position, int head, int slice) {
+struct Taps {   // of the thread's channel; loaded before the inputs are there
+  float taps[CONV_WIDTH], past[CONV_WIDTH];
+  __device__ __forceinline__ void load(const float* conv, const float* window, int position, int channel) {
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      const int i = threadIdx.x + pass * DELTA_THREADS, channel = channel_of(min(i, BLOCK_CHANNELS - 1), head, slice);
+    for (int j = 0; j < CONV_WIDTH; ++j) taps[j] = conv[channel * CONV_WIDTH + j];
 #pragma unroll
-      for (int j = 0; j < CONV_WIDTH; ++j) taps[pass][j] = conv[channel * CONV_WIDTH + j];
-#pragma unroll
-      for (int j = 0; j < WINDOW; ++j) past[pass][j + 1] = __ldcg(window + window_row(position + 1 + j) * CHANNELS + channel);
-    }
+    for (int j = 0; j < WINDOW; ++j) past[j + 1] = __ldcg(window + window_row(position + 1 + j) * CHANNELS + channel);
   }
 };
 
+// Gates of the rows, by the last warp.
+__device__ __forceinline__ void prepare_gates(const Delta& p, Inputs& in, const Span& span, const float* y, int head, int slice, const float* a, const float* dt_bias) {
+  const int r = threadIdx.x - (BLOCK_THREADS - 32);
+  if (r < 0 || r >= span.rows) return;
+  const float* row = y + (long long)r * p.y_stride;
+  const float alpha = __ldcg(row + p.alpha_offset + head), beta = __ldcg(row + p.beta_offset + head);
+  in.gates[r][0] = decay_of(alpha, a[head], dt_bias[head]);
+  in.gates[r][1] = sigmoid(beta);
+  if (p.deferred && slice == 0) {
+    float* target = p.record + (long long)(span.first + r) * RECORD + CHANNELS + head;
+    target[0] = beta, target[VALUE_HEADS] = alpha;
+  }
+}
+
 __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& span, const float* y, float* window, int head, int slice,
                                         Taps& t, const float* a, const float* dt_bias) {
-  const int warp = threadIdx.x / 32, warps = DELTA_THREADS / 32;
-  const bool keeps_key = head < KEY_HEADS && slice == 0;   // one block keeps each channel
-  for (int r0 = 0; r0 < span.rows; r0 += BATCH) {
-    float raw[PASSES][BATCH];
+  const int i = threadIdx.x, channel = channel_of(min(i, BLOCK_CHANNELS - 1), head, slice);
+  float raw[MAX_ROWS];
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      const int channel = channel_of(min((int)threadIdx.x + pass * DELTA_THREADS, BLOCK_CHANNELS - 1), head, slice);
+  for (int r = 0; r < MAX_ROWS; ++r) raw[r] = r < span.rows ? __ldcg(y + (long long)r * p.y_stride + channel) : 0.0f;
+  prepare_gates(p, in, span, y, head, slice, a, dt_bias);
+  if (i < BLOCK_CHANNELS) {
+    const bool mine = i >= 2 * DIM || (head < KEY_HEADS && slice == 0);   // one block keeps each channel
+    float* target = i < DIM ? in.q[0] + i : i < 2 * DIM ? in.k[0] + i - DIM : in.v[0] + i - 2 * DIM;
+    const int stride = i < 2 * DIM ? DIM : COLUMNS;
+    if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = raw[0];
+    float* record = mine && p.deferred ? p.record + (long long)span.first * RECORD + channel : nullptr;
 #pragma unroll
-      for (int e = 0; e < BATCH; ++e) raw[pass][e] = r0 + e < span.rows ? __ldcg(y + (long long)(r0 + e) * p.y_stride + channel) : 0.0f;
-    }
+    for (int r = 0; r < MAX_ROWS; ++r) {
+      if (r >= span.rows) break;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      const int i = threadIdx.x + pass * DELTA_THREADS;
-      if (i >= BLOCK_CHANNELS) break;
-      const int channel = channel_of(i, head, slice);
-      const bool mine = i >= 2 * DIM || keeps_key;
-#pragma unroll
-      for (int e = 0; e < BATCH; ++e) {
-        const int r = r0 + e;
-        if (r >= span.rows) break;
-#pragma unroll
-        for (int j = 0; j < WINDOW; ++j) t.past[pass][j] = t.past[pass][j + 1];
-        t.past[pass][WINDOW] = raw[pass][e];
-        const float value = convolve(t.taps[pass], t.past[pass]);
-        if (i < DIM) in.q[r][i] = value;
-        else if (i < 2 * DIM) in.k[r][i - DIM] = value;
-        else in.v[r][i - 2 * DIM] = value;
-        if (mine && p.deferred) p.record[(long long)(span.first + r) * RECORD + channel] = raw[pass][e];
-        if (mine && !p.deferred && span.rows == 1) window[window_row(span.position) * CHANNELS + channel] = raw[pass][e];
-      }
-    }
-  }
-  for (int r = threadIdx.x; r < span.rows; r += DELTA_THREADS) {
-    const float* row = y + (long long)r * p.y_stride;
-    const float alpha = __ldcg(row + p.alpha_offset + head), beta = __ldcg(row + p.beta_offset + head);
-    in.gates[r][0] = decay_of(alpha, a[head], dt_bias[head]);
-    in.gates[r][1] = sigmoid(beta);
-    if (p.deferred && slice == 0) {
-      float* target = p.record + (long long)(span.first + r) * RECORD + CHANNELS + head;
-      target[0] = beta, target[VALUE_HEADS] = alpha;
+      for (int j = 0; j < WINDOW; ++j) t.past[j] = t.past[j + 1];
+      t.past[WINDOW] = raw[r];
+      target[r * stride] = convolve(t.taps, t.past);
+      if (record) record[r * RECORD] = raw[r];
     }
   }
   __syncthreads();
-  for (int r = warp; r < span.rows; r += warps) {
-    normalize_head(in.q[r], true);
-    normalize_head(in.k[r], false);
-    const float product = head_product(in.q[r], in.k[r]);
+  for (int r = threadIdx.x / 32; r < span.rows; r += BLOCK_THREADS / 32) {
+    const float product = normalize_pair(in.q[r], in.k[r]);
     if (threadIdx.x % 32 == 0) in.gates[r][2] = product;
   }
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 1) delta_step(const __grid_constant__ Delta p) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCK_THREADS <= 288 ? 2 : 1) delta_step(const __grid_constant__ Delta p) {
   __shared__ Inputs in;
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
   const int layer = p.layer + blockIdx.z, slot = p.slot_ids[blockIdx.y];
   allow_next();
+  const bool has_state = threadIdx.x < DELTA_THREADS;
   const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
   float* state = state_of(p, slot, layer, head) + (long long)(slice * COLUMNS + column) * DIM;
   float* window = window_of(p, slot, layer);
   Columns<LANE_COLUMNS> s;
-  s.load(state, j);
+  if (has_state) s.load(state, j);
   const float* conv = p.layer_weights ? p.layer_weights[4 * layer] : p.conv;
   const float* a = p.layer_weights ? p.layer_weights[4 * layer + 1] : p.a;
   const float* dt_bias = p.layer_weights ? p.layer_weights[4 * layer + 2] : p.dt_bias;
   Taps taps;
-  taps.load(conv, window, p.positions[p.row_starts[blockIdx.y]], head, slice);
+  taps.load(conv, window, p.positions[p.row_starts[blockIdx.y]], channel_of(min((int)threadIdx.x, BLOCK_CHANNELS - 1), head, slice));
   wait_for_earlier();
   const Span span = span_of(p, blockIdx.y);
   if (span.rows <= 0) return;
   const float* y = p.y + blockIdx.z * p.record_stride + (long long)span.first * p.y_stride;
   prepare(p, in, span, y, window, head, slice, taps, a, dt_bias);
-#pragma unroll 1
+  if (!has_state) return;
+  float* out = p.out ? p.out + (long long)span.first * p.out_stride + head * DIM + slice * COLUMNS + column : nullptr;
+  Row<LANE_COLUMNS> row;
+  row.load(in, 0, column, j);
+#pragma unroll 2
   for (int r = 0; r < span.rows; ++r) {
-    float v[LANE_COLUMNS], o[LANE_COLUMNS];
-#pragma unroll
-    for (int c = 0; c < LANE_COLUMNS; ++c) v[c] = in.v[r][column + c];
-    s.step(in.q[r], in.k[r], v, *reinterpret_cast<const float4*>(in.gates[r]), j, o);
+    float o[LANE_COLUMNS];
+    Row<LANE_COLUMNS> next;
+    next.load(in, min(r + 1, span.rows - 1), column, j);
+    s.step(row, o);
+    row = next;
+    if (!out) continue;
 #pragma unroll
     for (int c = 0; c < LANE_COLUMNS; ++c)
-      if (p.out && j == c) p.out[(long long)(span.first + r) * p.out_stride + head * DIM + slice * COLUMNS + column + c] = o[c];
+      if (j == c) out[c] = o[c];
+    out += p.out_stride;
   }
   if (!p.deferred) s.store(state, j);
 }
