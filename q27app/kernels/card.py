@@ -68,11 +68,11 @@ class Card:
             cuts = {"CUT_0": 64, "BORDER_0": 2048, "CUT_1": 256, "BORDER_1": 32768, "CUT_2": 1024}
         else:
             cuts = {"CUT_0": 128, "BORDER_0": 2048, "CUT_1": 512, "BORDER_1": 32768, "CUT_2": 2048}
-        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "QUERY_WARPS": 8 if self.is_wide else 4}
+        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "QUERY_WARPS": 8 if self.is_wide else 4, "WIDE": int(self.is_wide)}
 
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""
-        return {1: 4, 4: 3, 8: 2, 16: 1}[item_rows]
+        return {1: 4, 4: 3, 8: 2 if self.is_wide else 1, 16: 1}[item_rows]
 
 
 WARPGROUP_KINDS: frozenset[tuple[int, int]] = frozenset({(9, 0)})

@@ -18,21 +18,24 @@ ITEM_ROWS = (1, 4, 8, 16)
 MERGE_DIMS = 128
 
 
-def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int) -> int:
-    """Dynamic shared memory of attend_decode_N (DecodeShared in attend_decode.cu). form: the KVFormat; group: query heads of a
-    key head."""
+def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int, wide: bool) -> int:
+    """Dynamic shared memory of attend_decode_N (Plan in attend_decode.cu). form: the KVFormat; group: query heads of a key
+    head; wide: as the kernels are compiled (Card.is_wide)."""
     share = item_warps(item_rows) // 4
     columns = 8 * share * -(-item_rows * group // (8 * share))
-    tile = BLOCK_POSITIONS * (form.key_row_bytes(1, head_dim) + form.value_row_bytes(1, head_dim))
-    stages = 1 if form.key.storage == np.float16 else 2
-    copies = head_dim // 128 if form.is_turned else 1
+    half_keys, turned = form.key.storage == np.float16, form.value.low_bits > 0
+    pipelined = wide and (not half_keys or item_rows == 16)
+    keys = 2 if pipelined or not half_keys else 1
+    values = 2 + turned if pipelined else 2 if turned or not half_keys else 1
+    tiles = BLOCK_POSITIONS * (keys * form.key_row_bytes(1, head_dim) + values * form.value_row_bytes(1, head_dim))
+    copies, buffers = head_dim // 128 if turned else 1, 2 if pipelined else 1
     pairs = 4 << 2 * form.key.low_bits + 2 if form.key.low_bits else 0
-    return (stages * tile + columns * (head_dim + 16) * 2 + copies * columns * (BLOCK_POSITIONS + 16) * 2 + 4 * columns * 4
-            + 2 * columns * 4 + pairs + 16)
+    weights = buffers * copies * columns * BLOCK_POSITIONS * 2
+    return tiles + columns * (head_dim + 32) * 2 + weights + 2 * 4 * columns * 4 + (1 + buffers) * columns * 4 + pairs + 48
 
 
 def item_warps(item_rows: int) -> int:
-    """Warps of a block of attend_decode_N (warps_of)."""
+    """Warps of a block of attend_decode_N (Plan)."""
     return 4 if item_rows <= 4 else item_rows
 
 
@@ -94,10 +97,10 @@ class Attention:
 
     def _item_rows(self, largest: int) -> int:
         """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the card's shared memory takes."""
-        backend, state = self._backend, self._backend.state
+        backend, state, card = self._backend, self._backend.state, self._backend.device.card
         geometry = state.geometry
         fitting = [rows for rows in ITEM_ROWS if decode_shared_bytes(
-            state.form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, rows) <= backend.device.card.shared_bytes]
+            state.form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, rows, card.is_wide) <= card.shared_bytes]
         return next((rows for rows in fitting if rows >= largest), fitting[-1])
 
     def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
@@ -115,7 +118,7 @@ class Attention:
             args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
             skip = first * args.max_splits * geometry.num_heads * 4
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
-            shared = decode_shared_bytes(form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, item_rows)
+            shared = decode_shared_bytes(form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, item_rows, card.is_wide)
             blocks = card.num_sms * max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
             backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), 32 * item_warps(item_rows), shared, args)
             merge = cuda_args.Attend.from_buffer_copy(args)

@@ -143,7 +143,7 @@ class LinearStages:
     def embed(self, weight: CudaWeight, tokens: int, x: CudaBuffer) -> None:
         args = self._embed_args(weight, tokens, x.shape[1])
         args.out = x.address
-        self._backend.launch("rows", "embed", (x.shape[0],), 256, 0, args)
+        self._first("embed", x.shape[0], args)
 
     def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, tokens: int,
                   hidden: CudaBuffer, x: CudaBuffer) -> None:
@@ -151,8 +151,12 @@ class LinearStages:
         joined = self._backend.scratch.wide(x.shape[0], 2 * width)
         args = self._embed_args(embed, tokens, width)
         args.norm, args.hidden, args.hidden_norm, args.out = enorm.address, hidden.address, hnorm.address, joined.address
-        self._backend.launch("rows", "mtp_rows", (x.shape[0],), 256, 0, args)
+        self._first("mtp_rows", x.shape[0], args)
         self.project(None, weight, joined, x)
+
+    def _first(self, name: str, rows: int, args: cuda_args.Embed) -> None:
+        """The first kernel of a pass: what changed the positions must have ended, as later ones look at them before they wait."""
+        self._backend.launch("rows", name, (rows,), 256, 0, args, dependent=False)
 
     def _embed_args(self, weight: CudaWeight, tokens: int, width: int) -> cuda_args.Embed:
         if len(weight.segments) != 1 or weight.paired or weight.shape[1] != width:

@@ -90,7 +90,7 @@ def test_cuts_cover_the_longest_window_in_order():
 
 @pytest.mark.parametrize("name", ["fp16", "turbo5k", "turbo3"])
 def test_eight_rows_share_one_read_on_the_smallest_card(name):
-    needed = cuda_attention.decode_shared_bytes(kv_format(name), 256, 6, 8)
+    needed = cuda_attention.decode_shared_bytes(kv_format(name), 256, 6, 8, False)
     assert needed <= SMALL_CARD.shared_bytes
 
 

@@ -2,9 +2,9 @@
 // Reference: reference.attend      Used by: layers.run_layer, after attend_rows
 // Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
-// Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (32 * warps_of(rows)), shared
-//            DecodeShared::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
-// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2
+// Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
+//            Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, WIDE
 // Limits:    at most 1, 4, 8 (16) rows of a sequence an item
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
@@ -17,11 +17,11 @@
 #include "kv_format.cuh"
 #include "mma.cuh"
 
-constexpr int KEYS = 64, KEY_WARPS = KEYS / 16, STAGES = KEY_CODE == CODE_HALF ? 1 : 2;
+constexpr int KEYS = 64, KEY_WARPS = KEYS / 16;
 constexpr int K_STEPS = HEAD_DIM / 16;   // of a score
 constexpr int RUN = KEY_CODE == CODE_HALF ? 8 : KEY_CODE == CODE_FP8 ? 16 : 32;   // consecutive numbers of a key that a thread reads
 constexpr int RUN_STEPS = RUN / 4;
-constexpr int Q_STRIDE = HEAD_DIM + 16, P_STRIDE = KEYS + 16, P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
+constexpr int Q_STRIDE = HEAD_DIM + 32, P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
 constexpr int PAIRS = TURNED_KEYS ? level_pairs(low_bits(KEY_CODE)) : 0;
 static_assert(KEYS == BLOCK_POSITIONS && CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0 && CUT_3 % KEYS == 0, "cuts hold whole tiles");
 constexpr int CUTS_0 = BORDER_0 / CUT_0, CUTS_1 = CUTS_0 + (BORDER_1 - BORDER_0) / CUT_1, CUTS_2 = CUTS_1 + (BORDER_2 - BORDER_1) / CUT_2;
@@ -40,8 +40,9 @@ __device__ __forceinline__ int cut_start(int cut) {
   return BORDER_2 + (cut - CUTS_2) * CUT_3;
 }
 
-struct Item {
+struct Item {   // lies in shared memory, as registers are scarce
   int seq, first_row, rows, head, cut, start, end, position;   // keys start .. end - 1; position of the first row
+  int found, next;
 };
 
 template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, int index, Item& item) {
@@ -51,7 +52,8 @@ template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, i
       const int rows = min(ROWS, end - row), position = p.positions[row], keys = position + rows, cuts = cuts_of(keys);
       if (index < cuts * NUM_KV_HEADS) {
         const int cut = cuts - 1 - index / NUM_KV_HEADS;   // the longest first
-        item = {seq, row, rows, index % NUM_KV_HEADS, cut, cut_start(cut), min(cut_start(cut + 1), keys), position};
+        item.seq = seq, item.first_row = row, item.rows = rows, item.head = index % NUM_KV_HEADS, item.cut = cut, item.position = position;
+        item.start = cut_start(cut), item.end = min(cut_start(cut + 1), keys);
         return true;
       }
       index -= cuts * NUM_KV_HEADS;
@@ -60,10 +62,20 @@ template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, i
   return false;
 }
 
-template <int COLUMNS> struct DecodeShared {
-  static constexpr int TILES = 0, TILE = K_HEAD + V_HEAD, Q = STAGES * TILE, P = Q + COLUMNS * Q_STRIDE * 2;
-  static constexpr int LARGEST = P + P_COPIES * COLUMNS * P_STRIDE * 2, FACTOR = LARGEST + KEY_WARPS * COLUMNS * 4;
-  static constexpr int CHANGE = FACTOR + COLUMNS * 4, PAIR = CHANGE + COLUMNS * 4, NEXT = PAIR + PAIRS * 4, BYTES = NEXT + 16;
+// How a block works, by the rows of its items. PIPELINED: the scores of a tile become weights before the weights of the one before
+// it meet their values, so that a tile costs one barrier; else it costs two, with less shared memory. Rings: tiles on their
+// way or in use; a tile's values are used a round after its keys, and the norms of turned ones before that.
+template <int ROWS> struct Plan {
+  static constexpr int WARPS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16, THREADS = 32 * WARPS, SHARE = WARPS / KEY_WARPS;
+  static constexpr int TILES = ((ROWS * GROUP + 7) / 8 + SHARE - 1) / SHARE * SHARE, COLUMNS = 8 * TILES;
+  static constexpr bool PIPELINED = WIDE && (KEY_CODE != CODE_HALF || ROWS == 16);
+  static constexpr int KEY_RING = PIPELINED || KEY_CODE != CODE_HALF ? 2 : 1;
+  static constexpr int VALUE_RING = PIPELINED ? (TURNED_VALUES ? 3 : 2) : TURNED_VALUES || KEY_CODE != CODE_HALF ? 2 : 1;
+  static constexpr int P_BUFFERS = PIPELINED ? 2 : 1, P_BYTES = P_COPIES * COLUMNS * KEYS * 2;
+  // Offsets in shared memory.
+  static constexpr int TILE_KEYS = 0, TILE_VALUES = KEY_RING * K_HEAD, Q = TILE_VALUES + VALUE_RING * V_HEAD, P = Q + COLUMNS * Q_STRIDE * 2;
+  static constexpr int LARGEST = P + P_BUFFERS * P_BYTES, FACTOR = LARGEST + 2 * KEY_WARPS * COLUMNS * 4, CHANGE = FACTOR + COLUMNS * 4;
+  static constexpr int PAIR = CHANGE + P_BUFFERS * COLUMNS * 4, ITEM = PAIR + PAIRS * 4, BYTES = ITEM + 48;
 };
 
 // Where 16 bytes of a plain row lie in a tile: places are exchanged so that the threads of a warp meet different banks.
@@ -73,20 +85,32 @@ __device__ __forceinline__ int key_chunk(int key, int chunk) {
 }
 __device__ __forceinline__ int value_chunk(int key, int chunk) {
   constexpr int CHUNKS = V_ROW / 16;
-  return TURNED_VALUES ? chunk : CHUNKS >= 8 ? chunk ^ (key >> 2 & 3) << 1 : chunk;
+  return TURNED_VALUES ? chunk : CHUNKS >= 8 ? chunk ^ (key & 3) << 1 : chunk;
 }
 
 // A head's part of a block on its way to shared memory. Rows outside [first, end) become zeros, or stay as they are where they
 // are turned: what they weigh is decided by their score.
 template <int THREADS, int ROW, bool TURNED, class Chunk>
 __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned char* target, int first, int end, Chunk place) {
-#pragma unroll 2
-  for (int i = threadIdx.x; i < KEYS * ROW / 16; i += THREADS) {
-    if (TURNED) {
-      if (i * 16 < end * ROW) copy_async_16(target + i * 16, source + i * 16);
-    } else {
-      const int key = i / (ROW / 16);
-      unsigned char* to = target + key * ROW + place(key, i % (ROW / 16)) * 16;
+  constexpr int CHUNKS = ROW / 16, ALL = KEYS * ROW / 16;
+  const int thread = thread_index();
+  if constexpr (TURNED) {
+    const int wanted = min(ALL, (end * ROW + 15) / 16);
+#pragma unroll
+    for (int done = 0; done < ALL; done += THREADS) {
+      const int i = done + thread;
+      if (i < wanted) copy_async_16(target + i * 16, source + i * 16);
+    }
+  } else if (first <= 0 && end >= KEYS && THREADS % (4 * CHUNKS) == 0) {   // places of a thread's chunks differ by whole rows
+    const int key = thread / CHUNKS;
+    target += key * ROW + place(key, thread % CHUNKS) * 16, source += thread * 16;
+#pragma unroll
+    for (int done = 0; done < ALL; done += THREADS) copy_async_16(target + done * 16, source + done * 16);
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < ALL; i += THREADS) {
+      const int key = i / CHUNKS;
+      unsigned char* to = target + key * ROW + place(key, i % CHUNKS) * 16;
       if (key >= first && key < end) copy_async_16(to, source + i * 16);
       else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
@@ -97,8 +121,7 @@ __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned 
 struct KeyRun {
   uint32_t word[2][KEY_CODE == CODE_5 ? 5 : KEY_CODE == CODE_3 ? 3 : 4];
 
-  __device__ __forceinline__ void read(const unsigned char* tile, int low, int run) {
-    const int c = threadIdx.x % 4;
+  __device__ __forceinline__ void read(const unsigned char* tile, int low, int run, int c) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int key = low + 8 * upper;
@@ -120,20 +143,21 @@ struct KeyRun {
   // Numbers 4 step .. 4 step + 3 of the run: a[upper] the first two, a[2 + upper] the others.
   __device__ __forceinline__ void expand(int step, const uint32_t* pairs, uint32_t (&a)[4]) const {
 #pragma unroll
-    for (int upper = 0; upper < 2; ++upper)
+    for (int upper = 0; upper < 2; ++upper) {
+      if constexpr (KEY_CODE == CODE_HALF) {
+        a[upper] = word[upper][2 * step], a[upper + 2] = word[upper][2 * step + 1];
+      } else if constexpr (KEY_CODE == CODE_FP8) {
+        halves_from_e4m3x4(word[upper][step], a[upper], a[upper + 2]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if constexpr (KEY_CODE == CODE_HALF) {
-          a[upper + 2 * i] = word[upper][2 * step + i];
-        } else if constexpr (KEY_CODE == CODE_FP8) {
-          a[upper + 2 * i] = half2_from_e4m3x2(word[upper][step] >> (16 * i) & 0xffff);
-        } else {
+        for (int i = 0; i < 2; ++i) {
           constexpr int LOW = low_bits(KEY_CODE);
           const int at = (2 * step + i) * 2 * LOW;
           const uint32_t high = word[upper][LOW] >> (4 * step + 2 * i) & 3;
           a[upper + 2 * i] = pairs[(word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1)) | high << (2 * LOW)];
         }
       }
+    }
   }
   __device__ __forceinline__ static float norm(const unsigned char* tile, int key, int run) {
     return half_to_float(*reinterpret_cast<const uint16_t*>(tile + key * K_ROW + run * turned_bytes(low_bits(KEY_CODE))));
@@ -141,15 +165,14 @@ struct KeyRun {
 };
 
 // Values of 16 keys from `key` on and one of SLICES shares of the dimensions as the tensor core takes them: thread (g, c) has
-// keys 4 c .. 4 c + 3 and dimensions 2 DT g .. of the slice; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
-template <int SLICES, int DT> __device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int slice, uint32_t (&a)[DT][4]) {
-  const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
-  key += 4 * c;
+// keys c, c + 8, c + 4, c + 12 and dimensions 2 DT g .. of the slice; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
+template <int SLICES, int DT> __device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int slice, int g, int c, uint32_t (&a)[DT][4]) {
+  key += c;
   if constexpr (TURNED_VALUES && DT == 4) {
     uint32_t index[4], first[8], second[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const unsigned char* block = tile + (key + i) * V_ROW + (slice >> 1) * turned_bytes(2);
+      const unsigned char* block = tile + (key + 8 * (i & 1) + 4 * (i >> 1)) * V_ROW + (slice >> 1) * turned_bytes(2);
       index[i] = spread_indices(*reinterpret_cast<const uint16_t*>(block + 2 + (slice & 1) * 16 + 2 * g), block[34 + (slice & 1) * 8 + g]);
     }
     pair_rows(index[0], index[1], first);
@@ -162,59 +185,65 @@ template <int SLICES, int DT> __device__ __forceinline__ void value_tiles(const 
     const int low_at = 2 + (slice & 3) * 8 + g, high_at = 34 + (slice & 3) * 4 + (g >> 1), shift = 4 * (g & 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const unsigned char* row = block + 2 * i * V_ROW;
-      const uint32_t low = row[low_at] | (uint32_t)row[V_ROW + low_at] << 8;
-      const uint32_t high = (row[high_at] >> shift & 15) | (uint32_t)(row[V_ROW + high_at] >> shift & 15) << 4;
+      const unsigned char* row = block + 4 * i * V_ROW;
+      const uint32_t low = row[low_at] | (uint32_t)row[8 * V_ROW + low_at] << 8;
+      const uint32_t high = (row[high_at] >> shift & 15) | (uint32_t)(row[8 * V_ROW + high_at] >> shift & 15) << 4;
       uint32_t pair[4];
       pair_halves(spread_indices(low, high), pair);
       a[0][2 * i] = pair[0], a[0][2 * i + 1] = pair[1], a[1][2 * i] = pair[2], a[1][2 * i + 1] = pair[3];
     }
   } else {
-    uint32_t value[4][DT];
-    constexpr int BYTES = V_ROW / SLICES / 8;   // of a thread in a row
+    constexpr int BYTES = V_ROW / SLICES / 8, WORDS = BYTES >= 4 ? BYTES / 4 : 1;   // of a thread in a row
+    uint32_t word[4][WORDS];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int offset = slice * (V_ROW / SLICES) + g * BYTES;
-      const unsigned char* at = tile + (key + i) * V_ROW + value_chunk(key + i, offset / 16) * 16 + offset % 16;
-      uint32_t word[BYTES >= 4 ? BYTES / 4 : 1];
+      const int offset = slice * (V_ROW / SLICES) + g * BYTES, row = key + 8 * (i & 1) + 4 * (i >> 1);
+      const unsigned char* at = tile + row * V_ROW + value_chunk(c, offset / 16) * 16 + offset % 16;
       if constexpr (BYTES == 16) {
         const uint4 raw = *reinterpret_cast<const uint4*>(at);
-        word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+        word[i][0] = raw.x, word[i][1] = raw.y, word[i][2] = raw.z, word[i][3] = raw.w;
       } else if constexpr (BYTES == 8) {
         const uint2 raw = *reinterpret_cast<const uint2*>(at);
-        word[0] = raw.x, word[1] = raw.y;
+        word[i][0] = raw.x, word[i][1] = raw.y;
       } else {
-        word[0] = BYTES == 4 ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
+        word[i][0] = BYTES == 4 ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
       }
-#pragma unroll
-      for (int t = 0; t < DT; ++t) value[i][t] = VALUE_CODE == CODE_HALF ? word[t] : half2_from_e4m3x2(word[t / 2] >> (16 * (t % 2)) & 0xffff);
     }
+    // a[t][2 i] and a[t][2 i + 1]: dimensions 2 t and 2 t + 1 of the keys i and i + 1 of each pair.
 #pragma unroll
-    for (int t = 0; t < DT; ++t) {
-      a[t][0] = __byte_perm(value[0][t], value[1][t], 0x5410), a[t][1] = __byte_perm(value[0][t], value[1][t], 0x7632);
-      a[t][2] = __byte_perm(value[2][t], value[3][t], 0x5410), a[t][3] = __byte_perm(value[2][t], value[3][t], 0x7632);
-    }
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int t = 0; t < DT; ++t) {
+        if constexpr (VALUE_CODE == CODE_HALF) {
+          a[t][2 * i] = __byte_perm(word[2 * i][t], word[2 * i + 1][t], 0x5410), a[t][2 * i + 1] = __byte_perm(word[2 * i][t], word[2 * i + 1][t], 0x7632);
+        } else {
+          halves_from_e4m3x4(__byte_perm(word[2 * i][t / 2], word[2 * i + 1][t / 2], t % 2 ? 0x7362 : 0x5140), a[t][2 * i], a[t][2 * i + 1]);
+        }
+      }
   }
 }
 
-// TILES: of 8 columns, shared by WARPS warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
+// Tiles of 8 columns, shared by the warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
 // keys g and g + 8 of its warp's 16 (NT tiles), and sums of dimensions as in value_tiles (VT tiles).
-template <int TILES, int WARPS> struct Columns {
-  static constexpr int COLUMNS = 8 * TILES, THREADS = 32 * WARPS, NT = TILES * KEY_WARPS / WARPS;
+template <int ROWS> struct Columns {
+  using M = Plan<ROWS>;
+  static constexpr int TILES = M::TILES, WARPS = M::WARPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS, NT = TILES * KEY_WARPS / WARPS;
   static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;
   static_assert(NT * WARPS == TILES * KEY_WARPS && VT * WARPS == TILES * SLICES, "warps share the columns evenly");
-  using M = DecodeShared<COLUMNS>;
   const Attend& p;
   unsigned char* shared;
   float out[DIM_TILES][VT][4], top[NT][2], sum[NT][2];
 
   __device__ __forceinline__ float* at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
-  __device__ __forceinline__ static int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
-  __device__ __forceinline__ static int first_tile() { return threadIdx.x / 32 / KEY_WARPS * NT; }
-  __device__ __forceinline__ static int slice() { return threadIdx.x / 32 % SLICES; }
-  __device__ __forceinline__ static int first_value_tile() { return threadIdx.x / 32 / SLICES * VT; }
-  __device__ __forceinline__ static int lane_row() { return threadIdx.x % 32 >> 2; }
-  __device__ __forceinline__ static int lane_pair() { return threadIdx.x & 3; }
+  // Where a thread stands. Read anew in each part of a round: what could be kept of it would not fit into registers.
+  struct Place {
+    int g, c, key_warp, first_tile, slice, first_value_tile;
+    __device__ __forceinline__ Place() {
+      const int thread = thread_index(), warp = thread / 32;
+      g = thread % 32 >> 2, c = thread & 3, key_warp = warp % KEY_WARPS, first_tile = warp / KEY_WARPS * NT;
+      slice = warp % SLICES, first_value_tile = warp / SLICES * VT;
+    }
+  };
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -225,43 +254,61 @@ template <int TILES, int WARPS> struct Columns {
       for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] = out[t][n][1] = out[t][n][2] = out[t][n][3] = 0.0f;
   }
 
-  // Queries of the item, four numbers of a step together; columns that no row has are zeros.
+  // Queries of the item on their way, four numbers of each of two steps together; columns that no row has are zeros.
   __device__ __forceinline__ void load_queries(const Item& item) const {
-    for (int i = threadIdx.x; i < COLUMNS * (HEAD_DIM / 4); i += THREADS) {
-      const int column = i / (HEAD_DIM / 4), four = i % (HEAD_DIM / 4), step = four / 4, c = four % 4;
-      const int d = step / RUN_STEPS * 4 * RUN + c * RUN + step % RUN_STEPS * 4;
-      const long long source = (long long)(item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
-      const bool used = column < item.rows * GROUP;
-      const uint2 value = used ? __ldcg(reinterpret_cast<const uint2*>(p.q_half + source * HEAD_DIM + d)) : make_uint2(0, 0);
-      *reinterpret_cast<uint2*>(shared + M::Q + column * Q_STRIDE * 2 + four * 8) = value;
-      if (four == 0) at(M::FACTOR)[column] = used ? p.q_factor[source] * 1.4426950408889634f : 0.0f;
+    constexpr int EIGHTS = HEAD_DIM / 8;
+    const int used = item.rows * GROUP;
+    const uint16_t* queries = p.q_half + (long long)(item.first_row * NUM_HEADS + item.head * GROUP) * HEAD_DIM;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < COLUMNS * EIGHTS; i += THREADS) {
+      const int column = i / EIGHTS, eight = i % EIGHTS, run = eight * 8 / (4 * RUN), c = eight * 8 % (4 * RUN) / RUN, two = eight * 8 % RUN / 8;
+      unsigned char* to = shared + M::Q + column * Q_STRIDE * 2 + ((run * (RUN_STEPS / 2) + two) * 4 + c) * 16;
+      if (column < used) copy_async_16(to, queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8);
+      else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    }
+    copy_async_commit();
+    for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+      const float* factor = p.q_factor + (item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
+      at(M::FACTOR)[column] = column < used ? __ldcg(factor) * 1.4426950408889634f : 1.0f;
     }
   }
 
-  // Scores of the warp's 16 keys, in powers of two, and the largest of each column. start: position of the tile.
-  __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, float (&scores)[NT][4]) const {
-    const int g = lane_row(), c = lane_pair(), low = key_warp() * 16 + g;
-    const uint16_t* q = reinterpret_cast<const uint16_t*>(shared + M::Q) + (first_tile() * 8 + g) * Q_STRIDE + 4 * c;
+  // Where the weights of column `low` of a tile of columns and of keys 16 step + c, + 8, + 4 and + 12 lie, in words; exchanged so
+  // that neither reads nor writes of a warp meet in a bank.
+  __device__ __forceinline__ static int weights_at(int low, int step, int c) {
+    const int swap = low >> 1 & 1 | ((low ^ low >> 2) & 1) << 1;
+    return low * (KEYS / 2) + (step ^ swap) * 8 + 2 * c;
+  }
+
+  // Products of the warp's 16 keys with the queries, and the largest score of each column, in powers of two. start: position of the tile; turn: 0 or 1 by
+  // turns.
+  __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, int turn, float (&scores)[NT][4]) const {
+    const Place here;
+    const int g = here.g, c = here.c, low = here.key_warp * 16 + g;
+    const unsigned char* q = shared + M::Q + (here.first_tile * 8 + g) * Q_STRIDE * 2 + 16 * c;
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
 #pragma unroll
     for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
-    float part[TURNED_KEYS ? NT : 1][4];
-#pragma unroll
+    constexpr int RUNS_AT_ONCE = NT < 3 ? K_STEPS / RUN_STEPS : 1;   // registers
+    float part[NT][4];
+#pragma unroll RUNS_AT_ONCE
     for (int run = 0; run < K_STEPS / RUN_STEPS; ++run) {
       KeyRun keep;
-      keep.read(keys, low, run);
+      keep.read(keys, low, run, c);
       if constexpr (TURNED_KEYS)
 #pragma unroll
         for (int n = 0; n < NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
 #pragma unroll
-      for (int step = 0; step < RUN_STEPS; ++step) {
-        uint32_t a[4];
+      for (int step = 0; step < RUN_STEPS; step += 2) {
+        uint32_t a[4], next[4];
         keep.expand(step, pairs, a);
+        keep.expand(step + 1, pairs, next);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          const uint2 b = *reinterpret_cast<const uint2*>(q + n * 8 * Q_STRIDE + (run * RUN_STEPS + step) * 16);
-          if constexpr (TURNED_KEYS) mma_f16(part[n], a[0], a[1], a[2], a[3], b.x, b.y);
-          else mma_f16(scores[n], a[0], a[1], a[2], a[3], b.x, b.y);
+          const uint4 b = *reinterpret_cast<const uint4*>(q + n * 8 * Q_STRIDE * 2 + (run * RUN_STEPS + step) * 32);
+          float (&to)[4] = TURNED_KEYS ? part[n] : scores[n];
+          mma_f16(to, a[0], a[1], a[2], a[3], b.x, b.y);
+          mma_f16(to, next[0], next[1], next[2], next[3], b.z, b.w);
         }
       }
       if constexpr (TURNED_KEYS) {
@@ -273,30 +320,36 @@ template <int TILES, int WARPS> struct Columns {
       }
     }
     const bool whole = start + KEYS - 1 <= item.position && start >= p.first_position;   // every row sees every key
+    if (!whole) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = start + low + 8 * (i / 2), column = (here.first_tile + n) * 8 + 2 * c + i % 2;
+          if (key > item.position + column / GROUP || key >= item.end || key < p.first_position) scores[n][i] = -INFINITY;
+        }
+    }
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int column = (first_tile() + n) * 8 + 2 * c;
-      const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
+      const int column = (here.first_tile + n) * 8 + 2 * c;
       float largest[2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[n][i] *= i % 2 ? factor.y : factor.x;
-        const int key = start + low + 8 * (i / 2);
-        if (!whole && (key > item.position + (column + i % 2) / GROUP || key >= item.end || key < p.first_position)) scores[n][i] = -INFINITY;
-      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         largest[i] = fmaxf(scores[n][i], scores[n][i + 2]);
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) largest[i] = fmaxf(largest[i], __shfl_xor_sync(ALL_LANES, largest[i], distance));
       }
-      if (g == 0) *reinterpret_cast<float2*>(at(M::LARGEST) + key_warp() * COLUMNS + column) = make_float2(largest[0], largest[1]);
+      if (g == 0) {
+        const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
+        *reinterpret_cast<float2*>(at(M::LARGEST) + (turn * KEY_WARPS + here.key_warp) * COLUMNS + column) = make_float2(largest[0] * factor.x, largest[1] * factor.y);
+      }
     }
   }
 
   // Scores become weights in shared memory, times the norms of turned values.
-  __device__ __forceinline__ void weigh(const unsigned char* values, float (&scores)[NT][4]) {
-    const int g = lane_row(), c = lane_pair(), low = key_warp() * 16 + g;
+  __device__ __forceinline__ void weigh(const unsigned char* values, int turn, const float (&scores)[NT][4]) {
+    const Place here;
+    const int g = here.g, c = here.c, low = here.key_warp * 16 + g;
     float norm[2][P_COPIES];
     if constexpr (TURNED_VALUES)
 #pragma unroll
@@ -304,44 +357,55 @@ template <int TILES, int WARPS> struct Columns {
 #pragma unroll
         for (int half = 0; half < P_COPIES; ++half)
           norm[upper][half] = half_to_float(*reinterpret_cast<const uint16_t*>(values + (low + 8 * upper) * V_ROW + half * turned_bytes(2)));
+    uint32_t* weights = reinterpret_cast<uint32_t*>(shared + M::P + turn % M::P_BUFFERS * M::P_BYTES) + here.first_tile * 8 * (KEYS / 2) + (g >> 2);
+    const int first = weights_at(2 * c, here.key_warp, g & 3), second = weights_at(2 * c + 1, here.key_warp, g & 3);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const int column = (first_tile() + n) * 8 + 2 * c;
-      float2 largest = *reinterpret_cast<const float2*>(at(M::LARGEST) + column);
+      const int column = (here.first_tile + n) * 8 + 2 * c;
+      const float* tops = at(M::LARGEST) + turn * KEY_WARPS * COLUMNS + column;
+      float2 largest = *reinterpret_cast<const float2*>(tops);
 #pragma unroll
       for (int w = 1; w < KEY_WARPS; ++w) {
-        const float2 other = *reinterpret_cast<const float2*>(at(M::LARGEST) + w * COLUMNS + column);
+        const float2 other = *reinterpret_cast<const float2*>(tops + w * COLUMNS);
         largest = make_float2(fmaxf(largest.x, other.x), fmaxf(largest.y, other.y));
       }
-      uint16_t* target = reinterpret_cast<uint16_t*>(shared + M::P) + column * P_STRIDE + low;
+      const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
+      uint32_t* target = weights + n * 8 * (KEYS / 2);
+      float change[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float now = fmaxf(top[n][i], i ? largest.y : largest.x), shift = now == -INFINITY ? 0.0f : now;
-        const float change = now == top[n][i] ? 1.0f : exp2f(top[n][i] - now);
-        if (key_warp() == 0 && g == 0) at(M::CHANGE)[column + i] = change;
+        change[i] = now == top[n][i] ? 1.0f : exp2_quick(top[n][i] - now);
         top[n][i] = now;
         float weight[2];
 #pragma unroll
-        for (int upper = 0; upper < 2; ++upper) {
-          weight[upper] = exp2f(scores[n][i + 2 * upper] - shift);
+        for (int upper = 0; upper < 2; ++upper) weight[upper] = exp2_quick(fmaf(scores[n][i + 2 * upper], i ? factor.y : factor.x, -shift));
+        const int place = i ? second : first;
+        if constexpr (TURNED_VALUES) {
 #pragma unroll
           for (int half = 0; half < P_COPIES; ++half) {
-            const float scaled = TURNED_VALUES ? (scores[n][i + 2 * upper] == -INFINITY ? 0.0f : weight[upper] * norm[upper][half]) : weight[upper];
-            target[(half * COLUMNS + i) * P_STRIDE + 8 * upper] = half_from_float(scaled);
+            float scaled[2];
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) scaled[upper] = scores[n][i + 2 * upper] == -INFINITY ? 0.0f : weight[upper] * norm[upper][half];
+            target[half * COLUMNS * (KEYS / 2) + place] = half2_from_floats(scaled[0], scaled[1]);
           }
+        } else {
+          target[place] = half2_from_floats(weight[0], weight[1]);
         }
-        sum[n][i] = fmaf(sum[n][i], change, __fadd_rn(weight[0], weight[1]));
+        sum[n][i] = fmaf(sum[n][i], change[i], __fadd_rn(weight[0], weight[1]));
       }
+      if (here.key_warp == 0 && g == 0) *reinterpret_cast<float2*>(at(M::CHANGE) + turn % M::P_BUFFERS * COLUMNS + column) = make_float2(change[0], change[1]);
     }
   }
 
-  __device__ __forceinline__ void add_values(const unsigned char* values) {
-    const int g = lane_row(), c = lane_pair();
-    const int copy = TURNED_VALUES ? slice() * P_COPIES / SLICES : 0;
-    const uint16_t* weights = reinterpret_cast<const uint16_t*>(shared + M::P) + (copy * COLUMNS + first_value_tile() * 8 + g) * P_STRIDE + 4 * c;
+  __device__ __forceinline__ void add_values(const unsigned char* values, int turn) {
+    const Place here;
+    const int g = here.g, c = here.c;
+    const int copy = TURNED_VALUES ? here.slice * P_COPIES / SLICES : 0;
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(shared + M::P + turn % M::P_BUFFERS * M::P_BYTES) + (copy * COLUMNS + here.first_value_tile * 8) * (KEYS / 2);
 #pragma unroll
     for (int n = 0; n < VT; ++n) {
-      const float2 change = *reinterpret_cast<const float2*>(at(M::CHANGE) + (first_value_tile() + n) * 8 + 2 * c);
+      const float2 change = *reinterpret_cast<const float2*>(at(M::CHANGE) + turn % M::P_BUFFERS * COLUMNS + (here.first_value_tile + n) * 8 + 2 * c);
       if (__any_sync(ALL_LANES, change.x != 1.0f || change.y != 1.0f))
 #pragma unroll
         for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] *= change.x, out[t][n][1] *= change.y, out[t][n][2] *= change.x, out[t][n][3] *= change.y;
@@ -349,10 +413,10 @@ template <int TILES, int WARPS> struct Columns {
 #pragma unroll
     for (int key = 0; key < KEYS; key += 16) {
       uint32_t a[DIM_TILES][4];
-      value_tiles<SLICES>(values, key, slice(), a);
+      value_tiles<SLICES>(values, key, here.slice, g, c, a);
 #pragma unroll
       for (int n = 0; n < VT; ++n) {
-        const uint2 b = *reinterpret_cast<const uint2*>(weights + n * 8 * P_STRIDE + key);
+        const uint2 b = *reinterpret_cast<const uint2*>(weights + n * 8 * (KEYS / 2) + weights_at(g, key / 16, c));
 #pragma unroll
         for (int t = 0; t < DIM_TILES; ++t) mma_f16(out[t][n], a[t][0], a[t][1], a[t][2], a[t][3], b.x, b.y);
       }
@@ -367,22 +431,23 @@ template <int TILES, int WARPS> struct Columns {
 
   // Largest score, sum and weighted values of every column to the partial results.
   __device__ __forceinline__ void store(const Item& item) {
-    const int g = lane_row(), c = lane_pair();
+    const Place here;
+    const int g = here.g, c = here.c;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
-        if (g == 0) at(M::LARGEST)[key_warp() * COLUMNS + (first_tile() + n) * 8 + 2 * c + i] = sum[n][i];
+        if (g == 0) at(M::LARGEST)[here.key_warp * COLUMNS + (here.first_tile + n) * 8 + 2 * c + i] = sum[n][i];
       }
 #pragma unroll
     for (int n = 0; n < VT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const long long to = place(item, (first_value_tile() + n) * 8 + 2 * c + i);
+        const long long to = place(item, (here.first_value_tile + n) * 8 + 2 * c + i);
         if (to < 0) continue;
-        float* target = p.part_o + to * HEAD_DIM + slice() * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES;
+        float* target = p.part_o + to * HEAD_DIM + here.slice * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES;
         if constexpr (DIM_TILES % 2 == 0) {
 #pragma unroll
           for (int t = 0; t < DIM_TILES; t += 2)
@@ -393,12 +458,12 @@ template <int TILES, int WARPS> struct Columns {
         }
       }
     __syncthreads();
-    if (key_warp() == 0 && g == 0)
+    if (here.key_warp == 0 && g == 0)
 #pragma unroll
       for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int column = (first_tile() + n) * 8 + 2 * c + i;
+          const int column = (here.first_tile + n) * 8 + 2 * c + i;
           const long long to = place(item, column);
           float total = at(M::LARGEST)[column];
 #pragma unroll
@@ -407,85 +472,106 @@ template <int TILES, int WARPS> struct Columns {
         }
   }
 
-  __device__ __forceinline__ void copy_keys(const Item& item, int start, int stage) const {
+  // Tile `tile` of the item, if it has it, on its way.
+  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const {
+    const int start = item.start + tile * KEYS;
+    if (tile < 0 || start >= item.end) return;
     const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
-    copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, shared + M::TILES + stage * M::TILE, p.first_position - start, item.end - start, key_chunk);
+    copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, key_tile(tile), p.first_position - start, item.end - start, key_chunk);
   }
-  __device__ __forceinline__ void copy_values(const Item& item, int start, int stage) const {
+  __device__ __forceinline__ void copy_values(const Item& item, int tile) const {
+    const int start = item.start + tile * KEYS;
+    if (tile < 0 || start >= item.end) return;
     const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
-    copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, shared + M::TILES + stage * M::TILE + K_HEAD, p.first_position - start, item.end - start, value_chunk);
+    copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, value_tile(tile), p.first_position - start, item.end - start, value_chunk);
+  }
+  __device__ __forceinline__ unsigned char* key_tile(int tile) const { return shared + M::TILE_KEYS + tile % M::KEY_RING * K_HEAD; }
+  __device__ __forceinline__ unsigned char* value_tile(int tile) const { return shared + M::TILE_VALUES + tile % M::VALUE_RING * V_HEAD; }
+
+  // After the barrier of round `tile`: nobody needs the keys of this tile and the values of that before the last any more.
+  __device__ __forceinline__ void refill(const Item& item, int tile) const {
+    copy_keys(item, tile + M::KEY_RING);
+    copy_values(item, tile - 2 + M::VALUE_RING);
+    copy_async_commit();
   }
 
-  // The first round only asks for the first tile: there is one place that does.
-  __device__ __forceinline__ void attend(const Item& item) {
-    int stage = STAGES - 1;
+  // Round j takes the scores of tile j, weighs it (not pipelined: tile j - 1, before) and adds the values of tile j - 1. Returns, to the first thread, what
+  // the counter said. waits: this is the block's first item, which an earlier kernel may still make; keys of earlier passes are
+  // fetched before that.
+  __device__ __forceinline__ int attend(const Item& item, bool waits) {
+    const int tiles = (item.end - item.start + KEYS - 1) / KEYS;
+    const bool all_old = item.end <= item.position;
+    float scores[NT][4];
+    int taken = 0;
+    if (waits && !all_old) wait_for_earlier();
+    if constexpr (M::PIPELINED) {
+#pragma unroll
+      for (int tile = -2; tile < 0; ++tile) refill(item, tile);
+    } else {
+      copy_keys(item, 0), copy_async_commit();
+      if (M::KEY_RING == 2) copy_keys(item, 1);
+      copy_values(item, 0);
+      if (M::VALUE_RING == 2) copy_values(item, 1);
+      copy_async_commit();
+    }
+    if (waits && all_old) wait_for_earlier();
+    if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
+    load_queries(item);
+    clear();
+    copy_async_wait<0>();
+    __syncthreads();
 #pragma unroll 1
-    for (int start = item.start - KEYS; start < item.end; start += KEYS) {
-      const unsigned char* keys = shared + M::TILES + stage * M::TILE;
-      const bool any = start >= item.start, more = start + KEYS < item.end;
-      if (any) {
+    for (int tile = 0; tile <= tiles; ++tile) {
+      const int before = tile - 1;
+      if constexpr (!M::PIPELINED)
+        if (tile > 0) weigh(value_tile(before), before & 1, scores);
+      if (tile < tiles) score(item, key_tile(tile), item.start + tile * KEYS, tile & 1, scores);
+      if constexpr (M::PIPELINED) {
         copy_async_wait<0>();
         __syncthreads();
-      }
-      if (more && (STAGES == 2 || !any)) {
-        copy_keys(item, start + KEYS, STAGES == 2 ? stage ^ 1 : 0);
-        copy_values(item, start + KEYS, STAGES == 2 ? stage ^ 1 : 0);
-        copy_async_commit();
-      }
-      if (STAGES == 2) stage ^= 1;
-      if (!any) {
-        load_queries(item);
-        clear();
-        continue;
-      }
-      float scores[NT][4];
-      score(item, keys, start, scores);
-      __syncthreads();
-      if (STAGES == 1 && more) copy_keys(item, start + KEYS, 0), copy_async_commit();
-      weigh(keys + K_HEAD, scores);
-      __syncthreads();
-      add_values(keys + K_HEAD);
-      if (STAGES == 1) {
+        refill(item, tile);
+        if (tile < tiles) weigh(value_tile(tile), tile & 1, scores);
+        if (tile > 0) add_values(value_tile(before), before & 1);
+      } else {
+        copy_async_wait<M::VALUE_RING == 2 ? 2 : 0>();
         __syncthreads();
-        if (more) copy_values(item, start + KEYS, 0), copy_async_commit();
+        copy_keys(item, tile + M::KEY_RING), copy_async_commit();
+        if (tile > 0) add_values(value_tile(before), before & 1);
+        copy_async_wait<M::KEY_RING == 2 ? 1 : 0>();
+        __syncthreads();
+        copy_values(item, before + M::VALUE_RING), copy_async_commit();
       }
     }
     store(item);
+    return taken;
   }
 };
 
-// Warps of an item of so many rows, and its tiles of 8 columns: as many as the warps can share evenly.
-__host__ __device__ constexpr int warps_of(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 8 : 16; }
-__host__ __device__ constexpr int tiles_of(int rows) {
-  return ((rows * GROUP + 7) / 8 + warps_of(rows) / 4 - 1) / (warps_of(rows) / 4) * (warps_of(rows) / 4);
-}
-
 template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(shared);
-  using C = Columns<tiles_of(ROWS), warps_of(ROWS)>;
+  using C = Columns<ROWS>;
   uint32_t* pairs = reinterpret_cast<uint32_t*>(shared + C::M::PAIR);
   if constexpr (TURNED_KEYS)
     for (int i = threadIdx.x; i < PAIRS; i += C::THREADS) pairs[i] = level_pair<low_bits(KEY_CODE)>(i);
-  int* next = reinterpret_cast<int*>(shared + C::M::NEXT);
+  Item& item = *reinterpret_cast<Item*>(shared + C::M::ITEM);
   allow_next();
-  wait_for_earlier();
   C columns = {p, shared};
-  Item item;
   int index = blockIdx.x;
 #pragma unroll 1
-  while (find_item<ROWS>(p, index, item)) {
-    int taken = 0;
-    if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
-    columns.attend(item);
-    if (threadIdx.x == 0) *next = gridDim.x + taken;
+  while (true) {
+    if (threadIdx.x == 0) item.found = find_item<ROWS>(p, index, item);
     __syncthreads();
-    index = *next;
+    if (!item.found) return;
+    const int taken = columns.attend(item, index == (int)blockIdx.x);
+    if (threadIdx.x == 0) item.next = gridDim.x + taken;
+    __syncthreads();
+    index = item.next;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<1>(p); }
 extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<4>(p); }
-extern "C" __global__ void __launch_bounds__(256, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
+extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 1) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
 extern "C" __global__ void __launch_bounds__(512, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<16>(p); }
 
 constexpr int MERGE_DIMS = HEAD_DIM >= 128 ? 128 : HEAD_DIM, MERGE_WARPS = 8, PER_LANE = MERGE_DIMS / 32;

@@ -35,6 +35,13 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// threadIdx.x, but not known to be the same as before: what is computed from it is not kept in registers.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
+  return index;
+}
+
 // A barrier of some warps of a block; id 1 or 2 (constants, or a block would hold all 16).
 __device__ __forceinline__ void group_barrier(int id, int threads) {
   if (id == 1) asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
@@ -71,11 +78,25 @@ __device__ __forceinline__ uint32_t half2_from_e4m3x2(uint32_t bytes) {
 #endif
   return out;
 }
+// Four of them: low, the first two.
+__device__ __forceinline__ void halves_from_e4m3x4(uint32_t bytes, uint32_t& low, uint32_t& high) {
+  low = high = 0;
+#if __CUDA_ARCH__ >= 890
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(low), "=r"(high) : "r"(bytes));
+#endif
+}
 __device__ __forceinline__ uint32_t e4m3x2_from_floats(float low, float high) {
   uint16_t out = 0;
 #if __CUDA_ARCH__ >= 890
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
 #endif
+  return out;
+}
+
+// 2^value to 2 ulp; what would be below the normal range is 0.
+__device__ __forceinline__ float exp2_quick(float value) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
   return out;
 }
 #endif  // Q27_ON_HOST

@@ -189,6 +189,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   for (int i = 0; i < 4; ++i) out |= (unsigned)(both >> (8 * (select >> (4 * i) & 7)) & 255) << (8 * i);
   return out;
 }
+inline int thread_index() { return threadIdx.x; }
 inline void allow_next() {}
 inline void wait_for_earlier() {}
 inline void copy_async_16(void* shared, const void* global) { memcpy(shared, global, 16); }
@@ -221,6 +222,8 @@ inline float float_from_e4m3(uint8_t code) {
   return code & 0x80 ? -value : value;
 }
 inline uint32_t half2_from_e4m3x2(uint32_t bytes) { return half2_from_floats(float_from_e4m3(bytes & 255), float_from_e4m3(bytes >> 8 & 255)); }
+inline void halves_from_e4m3x4(uint32_t bytes, uint32_t& low, uint32_t& high) { low = half2_from_e4m3x2(bytes & 0xffff), high = half2_from_e4m3x2(bytes >> 16); }
+inline float exp2_quick(float value) { return exp2f(value); }
 inline uint32_t e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
 
 inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
