@@ -243,7 +243,7 @@ class Loader:
                 tiles = target + start // TILE_ROWS * stride + (wrap * UNIT_BYTES[KIND_F16] if part == 2 else 0)
                 args = cuda_args.Repack(data, scales, tiles, stride, kind, stop - start, tensor.cols, wrap or units, row_bytes,
                                         groups, group_cols or 1, part)
-                self._backend.launch("repack", "repack", (wrap or units, -(-(stop - start) // TILE_ROWS)), 32, 0, args)
+                self._backend.launch("repack", "repack", (wrap or units, -(-(stop - start) // TILE_ROWS)), 32, 0, args, dependent=False)
             self._events[self._turn] = self._device.mark()
             self._turn ^= 1
 

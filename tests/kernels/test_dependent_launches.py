@@ -1,0 +1,127 @@
+"""A kernel that may start while the one before still runs waits for it by itself: all that are launched so, in an engine's life."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+
+import pytest
+
+from q27app.engine.engine import Engine, EngineConfig
+from q27app.engine.request import Request, SamplingParams
+from q27app.kernels.compiler import SOURCES, expand
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.weights.synthetic import synthesize
+from tests.kernels.counting_device import CARDS, CountingDevice
+
+WAIT = "wait_for_earlier"
+_MACRO = re.compile(r"^#define (\w+)\((NAME)?[^)]*\)(?:.*\\\n)*.*\n", re.MULTILINE)
+
+
+class Names(dict):
+    """Functions of a module: their names."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
+class NotingDevice(CountingDevice):
+    """Notes every launch: (kernel, dependent)."""
+
+    def __init__(self, card) -> None:
+        super().__init__(card)
+        self.launches: list[tuple[str, bool]] = []
+
+    def module(self, job):
+        return Names()
+
+    def launch(self, function, grid, block, shared, args, dependent) -> None:
+        super().launch(function, grid, block, shared, args, dependent)
+        self.launches.append((function, dependent))
+
+
+def plain(text: str) -> str:
+    """Without comments and the bounds of launches."""
+    return re.sub(r" ?__launch_bounds__\((?:[^()]|\([^()]*\))*\)", "", re.sub(r"//[^\n]*", "", text))
+
+
+def blocks_of(text: str) -> dict[str, list[str]]:
+    """Bodies of the functions and structures that stand at the left, by name."""
+    found: dict[str, list[str]] = {}
+    for match in re.finditer(r"^(?![ }#/])([^\n;]*?)\b(\w+)(\((?:[^;{}()]|\([^()]*\))*\))?(?: : [\w<>, ]+)? (?:const )?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        found.setdefault(match[2], []).append(match[4])
+    for match in re.finditer(r'^extern "C" __global__ void [^\n]*?(\w+)\(const __grid_constant__ [^\n]*\{(.*)\}$', text, re.MULTILINE):
+        found.setdefault(match[1], []).append(match[2])
+    return found
+
+
+def waiting(text: str) -> set[str]:
+    """Kernels and functions of all sources that wait, themselves or by what they call."""
+    text = plain(text)
+    bodies = blocks_of(text)
+    for macro in _MACRO.finditer(text):
+        for use in re.finditer(rf"^{macro[1]}\((\w+),", text, re.MULTILINE):
+            bodies.setdefault(use[1], []).append(macro[0])
+    known = {WAIT}
+    while True:
+        more = {name for name, some in bodies.items() if all(any(re.search(rf"\b{called}\b", body) for called in known) for body in some)}
+        if more <= known:
+            return known
+        known |= more
+
+
+def run(device: NotingDevice, path, monkeypatch, **options) -> None:
+    monkeypatch.setattr("q27app.kernels.open_backend", lambda *_: CudaBackend(device))
+    engine = Engine(EngineConfig(model=path, backend="cuda", context=4096, slots=2, **options))
+    try:
+        engine.start()
+        while engine.status().state in ("loading", "unloaded"):
+            time.sleep(0.01)
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        for name, temperature in (("a", 0.0), ("b", 0.8)):
+            engine.submit(Request(name, tuple(range(1000, 1100)), SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature)), inbox.put)
+        ended = 0
+        while ended < 2:
+            ended += inbox.get(timeout=30).finish is not None
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("draft", ["off", "auto"])
+def test_what_starts_early_waits(card, draft, monkeypatch, tmp_path):
+    path = tmp_path / "made.q27"
+    synthesize(path, "nano", "chain", "q4s")
+    device = NotingDevice(CARDS[card])
+    run(device, path, monkeypatch, draft=draft)
+    waits = set().union(*(waiting(expand(file.stem)) for file in SOURCES.glob("*.cu")))
+    early = {name for name, dependent in device.launches if dependent}
+    assert len(early) > 12 and {"delta_step", "attend_merge"} <= early
+    assert early <= waits, f"{sorted(early - waits)} may start early and do not wait"
+
+
+def test_kernels_that_do_not_wait_are_told_apart():
+    text = 'extern "C" __global__ void one(const __grid_constant__ A p) { f(p); }\n__device__ void f(const A& p) {\n  wait_for_earlier();\n}\n' \
+           'extern "C" __global__ void two(const __grid_constant__ A p) {\n  // wait_for_earlier\n}\n'
+    assert waiting(text) == {WAIT, "one", "f"}
+
+
+def test_a_kernel_leaves_only_after_it_waited():
+    """Where a kernel itself waits, no thread returns before."""
+    for file in SOURCES.glob("*.cu*"):
+        text = plain(file.read_text())
+        for name, some in blocks_of(text).items():
+            for body in some:
+                before = body.partition(WAIT + "()")
+                assert not before[1] or not re.search(r"\breturn;", before[0]) or name == "Columns", f"{file.name}: {name}"
+
+
+def test_the_first_kernel_of_a_pass_starts_when_all_before_it_ended(monkeypatch, tmp_path):
+    """Later ones look at positions, states and keys of earlier passes before they wait."""
+    path = tmp_path / "made.q27"
+    synthesize(path, "nano", "chain", "q4s")
+    device = NotingDevice(CARDS["wide"])
+    run(device, path, monkeypatch, draft="auto")
+    first = {name: dependent for name, dependent in device.launches if name in ("embed", "mtp_rows")}
+    assert first == {"embed": False, "mtp_rows": False}
