@@ -52,13 +52,13 @@ def test_prefill_by_warpgroups(name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["turbo5k"])
-def test_rows_where_cuts_change_their_size(name):
-    """8 rows about position 2,048: the last cuts of 64 keys and the first of 256, tiles that no earlier row sees."""
-    device = EmulatedDevice()
-    bench = attend_checks.AttendBench(device, CONFIG, name, 34, 1, 1024)
-    attend_checks.fill(bench, 2112)
-    assert attend_checks.check_attend(bench, 2044, (8, 1, 4)) < 5e-4
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["wide", "99 KiB"])
+def test_rows_where_cuts_change_their_size(card):
+    """8 rows about the first border: the last cut of 128 keys and the first of 512, tiles that no earlier row sees."""
+    device, border = EmulatedDevice(card), card.attend_defines()["BORDER_0"]
+    bench = attend_checks.AttendBench(device, CONFIG, "turbo5k", border // 64 + 2, 1, 1024)
+    attend_checks.fill(bench, border + 64)
+    assert attend_checks.check_attend(bench, border - 4, (8, 1, 4)) < 5e-4
     device.check_guards()
 
 
