@@ -52,11 +52,6 @@ class Card:
         """Enough shared memory for 16 rows in one pass."""
         return self.shared_bytes >= 200 * 1024
 
-    def linear_rows_defines(self) -> dict[str, int]:
-        if self.is_wide:
-            return {"RING_BYTES_8": 4352, "RING_BYTES_16": 2176}
-        return {"RING_BYTES_8": 2176, "RING_BYTES_16": 2176}
-
     def linear_tiles_defines(self) -> dict[str, int]:
         if self.has_warpgroups:
             return {"WARPGROUPS": 1}

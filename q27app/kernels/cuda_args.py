@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-MAX_SEGMENTS, MAX_RUNS = 4, 512
+MAX_SEGMENTS = 4
 POINTER, INT, FLOAT, LONG = ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_int64
 
 
@@ -26,16 +26,15 @@ class Segment(ctypes.Structure):
 class Rows(ctypes.Structure):
     """Activation rows (staging.cuh)."""
 
-    _fields_ = _fields(p="x norm gate row_map halves minus_sums inverse", i="cols units wrap splits x_stride gate_stride", f="eps")
+    _fields_ = _fields(p="x norm gate row_map halves minus_sums inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps")
 
 
 class LinearRows(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights out partial counters"),
+        *_fields(p="weights out border"),
         ("rows_in", Rows),
         ("segments", Segment * MAX_SEGMENTS),
-        *_fields(i="num_segments num_tiles rows out_stride out_rows"),
-        ("run_tiles", ctypes.c_uint16 * (MAX_RUNS + 2)),
+        *_fields(i="num_segments rows out_stride out_rows total whole share extra per_unit per_block"),
     ]
 
 

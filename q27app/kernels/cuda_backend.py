@@ -58,7 +58,7 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:
     """Defines of the sources that know no model, by source."""
-    known = {"linear_rows": card.linear_rows_defines(), "linear_tiles": card.linear_tiles_defines()}
+    known = {"linear_tiles": card.linear_tiles_defines()}
     return {source: known.get(source, {}) for source in FIXED_SOURCES}
 
 
@@ -80,7 +80,6 @@ class CudaBackend:
         self._sums = 0
         self._linear, self._mixers, self._attention = LinearStages(self), Mixers(self), Attention(self)
         self._max_rows, self._max_logit_rows = SMALL_ROWS, SAMPLED_ROWS
-        self._partial_bytes = self._num_counters = 1024
         self._halves_width = self._wide_width = 64
         self._states: list[CudaState] = []
         self._areas: list[BatchArea] = []
@@ -142,9 +141,6 @@ class CudaBackend:
 
     def reserve_for(self, weight: CudaWeight) -> None:
         """Remember what scratch a weight needs."""
-        if weight.splits > 1:
-            self._partial_bytes = max(self._partial_bytes, weight.splits * weight.num_tiles * 256 * 4)
-            self._num_counters = max(self._num_counters, weight.num_tiles)
         self._halves_width = max(self._halves_width, weight.activation_units * 64)
         if not weight.paired and len(weight.segments) == 2:
             self._wide_width = max(self._wide_width, weight.shape[0])
@@ -187,8 +183,7 @@ class CudaBackend:
     def _make_scratch(self, arena: Arena | Tally, geometry: LayerGeometry, num_blocks: int) -> Scratch:
         return Scratch(
             arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
-            partial_bytes=self._partial_bytes,
-            num_counters=self._num_counters, halves_width=self._halves_width,
+            halves_width=self._halves_width,
             wide_width=max(self._wide_width, 2 * geometry.hidden_size),
         )
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_weights import (
-    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes,
+    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight,
+    row_shares, rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
 
 KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
 SHORT_ROW = 6144
 """Numbers of a row that halve_short_rows holds."""
+MOST_ROWS = 16
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
 
@@ -32,6 +34,12 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
         raise Q27Error(f"{what}: the weight is not a row list for this stage.")
     if weight.shape[1] != width_in or weight.shape[0] != width_out:
         raise Q27Error(f"{what}: weight {list(weight.shape)}, expected [{width_out}, {width_in}].")
+
+
+def _reciprocal(divisor: int) -> int:
+    """2^32 / divisor rounded up, as 32 signed bits; what 1 gives is not used."""
+    value = -(-(1 << 32) // divisor) & 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
 
 
 class LinearStages:
@@ -71,9 +79,8 @@ class LinearStages:
         if self._backend.is_prefill:
             self._tiles({"store": "plain"}.get(stage, stage), norm, weight, x, out, rows, row_map, out.shape[1])
             return
-        most = 16 if self._backend.device.card.is_wide else 8
-        for start in range(0, rows, most):
-            self._rows(stage, norm, weight, x, out, start, min(most, rows - start), row_map, gated)
+        for start in range(0, rows, MOST_ROWS):
+            self._rows(stage, norm, weight, x, out, start, min(MOST_ROWS, rows - start), row_map, gated)
 
     def _rows(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, start: int,
               rows: int, row_map: int, gated: Gated | None) -> None:
@@ -84,21 +91,23 @@ class LinearStages:
         rows_in.norm, rows_in.eps = (norm.address if norm else gated.norm if gated else 0), backend.eps
         if gated:
             rows_in.gate, rows_in.gate_stride = gated.gate + 4 * gated.stride * start, gated.stride
-        rows_in.cols, rows_in.units, rows_in.wrap, rows_in.splits = weight.shape[1], weight.units, weight.wrap, weight.splits
-        rows_in.x_stride = x.shape[1]
-        wide, once = rows > 8, rows > FUSED_ROWS
-        if once:
+        rows_in.cols, rows_in.units, rows_in.wrap, rows_in.x_stride = weight.shape[1], weight.units, weight.wrap, x.shape[1]
+        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True) <= card.shared_bytes
+        rows_in.row_groups = 2 if rows > 8 else 1
+        if not fused:
             rows_in.halves, rows_in.minus_sums, rows_in.inverse = backend.scratch.staged
-            backend.launch("linear_rows", f"stage_{source}", (rows, weight.splits), 256, 0, rows_in)
-            source = "wide" if wide else "halves"
+            backend.launch("linear_rows", f"stage_{source}", (rows,), 512, 0, rows_in)
+            source = "wide" if rows > 8 else "halves"
         args = cuda_args.LinearRows()
         args.weights, args.rows_in = weight.address, rows_in
-        args.run_tiles[:len(weight.runs)] = weight.runs
-        args.out, args.partial, args.counters = out.row(start), backend.scratch.partial, backend.scratch.counters
-        args.segments, args.num_segments, args.num_tiles = weight.segment_args(), len(weight.segments), weight.num_tiles
+        args.out, args.border = out.row(start), backend.scratch.border
+        args.segments, args.num_segments = weight.segment_args(), len(weight.segments)
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
-        shared = rows_shared_bytes(card, rows, weight.wrap or weight.split_units, wide)
-        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", ((len(weight.runs) - 1) // 2 * weight.splits,), 512, shared, args)
+        shares = row_shares(max(1, card.num_sms), weight.segments, weight.units)
+        args.total, args.whole, args.share, args.extra = shares.total, int(shares.whole), *divmod(shares.total, shares.blocks)
+        args.per_unit, args.per_block = _reciprocal(weight.units), _reciprocal(shares.blocks)
+        shared = rows_shared_bytes(rows, weight.activation_units, fused)
+        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (shares.blocks,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int, is_remainder: bool = False) -> None:

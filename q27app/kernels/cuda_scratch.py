@@ -8,6 +8,7 @@ from q27app.errors import Q27Error
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_attention import ATTEND_ROWS, COUNTERS
 from q27app.kernels.cuda_tiles import MAX_TILE_SPLITS, SIDE_BY_SIDE_ROWS
+from q27app.kernels.cuda_weights import BORDER_BYTES
 from q27app.kernels.memory import Arena, CudaBuffer
 
 
@@ -19,15 +20,15 @@ PAIRS = 32
 class Scratch:
     """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row."""
 
-    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, partial_bytes: int, num_counters: int, halves_width: int, wide_width: int) -> None:
+    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, halves_width: int, wide_width: int) -> None:
         self.max_rows, self._halves_width = max_rows, halves_width
         heads, dim = geometry.num_heads, geometry.head_dim
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
         self._value_heads = geometry.delta_value_heads
         self._query_row = heads * dim
         self.max_splits = cut_count(card.attend_defines(), min(64 * num_blocks, MAX_CONTEXT))
-        self.partial = arena.take(partial_bytes)
-        self.counters = arena.take_zeros(4 * num_counters)
+        self.border = arena.take_zeros((card.num_sms + 1) * BORDER_BYTES)
+        """What blocks of the row family leave to the next ones."""
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
         self.table = arena.take(4 * 8 * MAX_DELTA_LAYERS)
         """Pointers of the delta layers' small weights, for a commit."""
@@ -37,8 +38,8 @@ class Scratch:
         self.part_o = arena.take(ATTEND_ROWS * self.max_splits * heads * dim * 4)
         self._halves = arena.take(-(-max_rows // 64) * 64 * halves_width * 2)   # whole blocks of rows
         self._inverse = arena.take(max_rows * 4)
-        self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 8 * 4))
-        """Of up to 16 rows of the row family: fp16 [rows, width], -sums [rows, units], 1 / scale [rows, splits]."""
+        self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 4))
+        """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], -sums [units, rows], 1 / scale [rows]."""
         shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
                      max_rows * wide_width * 4,
                      MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4 if card.has_warpgroups else 0)

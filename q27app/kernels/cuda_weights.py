@@ -14,22 +14,24 @@ import numpy as np
 
 from q27app.errors import GpuError, OutOfMemory
 from q27app.kernels import cuda_args
-from q27app.kernels.card import Card
 
 if TYPE_CHECKING:
     from q27app.weights.container import Tensor
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
 UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
-KIND_COSTS = {KIND_F16: 1.5, KIND_Q8: 1.0, KIND_Q4: 1.0}
-"""Time of a byte when tiles are shared out: few stages of F16 fit the ring, so that its tiles take longer."""
+UNIT_LENGTHS = {KIND_Q4: 1, KIND_Q8: 2, KIND_F16: 4}
+"""Of a unit on the line of units that blocks share out (linear_rows.cu), about its bytes / 512."""
 
-UNIT_COLS, TILE_ROWS, WARPS, TILE_SUMS = 64, 16, 8, 160
+UNIT_COLS, TILE_ROWS, GROUP_TILES, ROUND_GROUPS = 64, 16, 2, 16
+WHOLE_LOSS = 0.04
+"""Blocks take whole groups where that leaves the largest share at most so much above the mean."""
+BORDER_BYTES = GROUP_TILES * 16 * TILE_ROWS * 4
+"""Of the sums that a block leaves to the next."""
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
 
 _KINDS = {"Q8_G128": (KIND_Q8, 128), "Q4_G64": (KIND_Q4, 64)}
-SPLIT_CHOICES = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ class CudaVector:
 @dataclass(frozen=True)
 class CudaWeight:
     """A packed row list of packed_bytes at address; nbytes of them on the device, 0 where it stays in host memory. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
-    matrices are a high and a low half side by side), 0 = never. splits: of the columns; runs: first tile of each of an even
-    number of runs that the row family shares out, and the end."""
+    matrices are a high and a low half side by side), 0 = never."""
 
     shape: tuple[int, int]
     packed_bytes: int
@@ -79,8 +80,6 @@ class CudaWeight:
     units: int
     wrap: int
     paired: bool
-    splits: int
-    runs: tuple[int, ...]
 
     @property
     def num_tiles(self) -> int:
@@ -96,55 +95,36 @@ class CudaWeight:
         """Every matrix is F16: the activations' rounding is the larger part of the error."""
         return not self.wrap and all(segment.kind == KIND_F16 for segment in self.segments)
 
-    @property
-    def split_units(self) -> int:
-        return split_size(self.units, self.splits)
-
     def segment_args(self):
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
 
 
-def rows_shared_bytes(card: Card, rows: int, split_units: int, wide: bool) -> int:
-    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu)."""
-    ring = card.linear_rows_defines()["RING_BYTES_16" if wide else "RING_BYTES_8"]
-    tiles = 2 if not wide and ring >= 4 * UNIT_BYTES[KIND_Q8] else 1
-    fixed = 64 + 2 * 2 * WARPS * 4 + 256 + 2 * WARPS * tiles * (2 if wide else 1) * TILE_SUMS * 4
-    return fixed + split_units * (16 if wide else 8) * 4 + rows * (split_units * UNIT_COLS + 8) * 2 + 2 * WARPS * ring
+@dataclass(frozen=True)
+class RowShares:
+    """How the row family shares a row list out (linear_rows.cu). total: length of all units; whole: blocks take whole groups."""
+
+    blocks: int
+    total: int
+    whole: bool
 
 
-def split_size(units: int, splits: int) -> int:
-    """Units of the largest split: whole pairs of units where the units are even (split_unit in staging.cuh)."""
-    pair = 1 if units % 2 else 2
-    return -(-(units // pair) // splits) * pair
+def row_shares(num_sms: int, segments: Sequence[Segment], units: int) -> RowShares:
+    """Equal shares for at most num_sms blocks; a group lies in two blocks at most."""
+    groups = [-(-segment.num_tiles // GROUP_TILES) for segment in segments]
+    lengths = [units * UNIT_LENGTHS[segment.kind] for segment in segments]
+    total = sum(count * length for count, length in zip(groups, lengths, strict=True))
+    blocks = max(1, min(num_sms, sum(groups)))
+    loss = -(-sum(groups) // blocks) * blocks / sum(groups) - 1
+    if loss <= WHOLE_LOSS:
+        return RowShares(blocks, total, True)
+    return RowShares(max(1, min(blocks, total // max(lengths))), total, False)
 
 
-def choose_splits(card: Card, units: int, num_tiles: int, step: int) -> int:
-    """K splits of a matrix on a card: what fits 8 rows, leaves few multiprocessors idle and costs little to merge.
-
-    Costs count units of a block; staging the rows weighs as much as 1.5 tiles, a tile's merge as 2 units."""
-    best, best_cost = 0, float("inf")
-    blocks = -(-num_tiles // step)
-    for splits in SPLIT_CHOICES:
-        size = split_size(units, splits)
-        if splits > max(1, units // 2) or rows_shared_bytes(card, 8, size, False) > card.shared_bytes:
-            continue
-        tiles = -(-blocks // max(1, min(card.num_sms // splits, blocks))) * step
-        cost = (tiles + 1.5) * size * (1 + 0.08 * (splits - 1)) + (2 * tiles if splits > 1 else 0)
-        if cost < best_cost * 0.999:
-            best, best_cost = splits, cost
-    if not best:
-        raise GpuError(f"A matrix of {units * UNIT_COLS} columns does not fit the card's {card.shared_bytes} bytes of shared memory.")
-    return best
-
-
-def partition(costs: np.ndarray, runs: int, step: int) -> tuple[int, ...]:
-    """[runs + 1] borders of runs of tiles, multiples of step, of nearly equal cost; runs may be empty."""
-    blocks = costs.reshape(-1, step).sum(axis=1)
-    ends = np.concatenate([[0], np.cumsum(blocks)])
-    wanted = ends[-1] * np.arange(runs + 1) / runs
-    borders = np.maximum.accumulate(np.searchsorted(ends, wanted - 1e-6 * ends[-1]))
-    borders[0], borders[-1] = 0, len(blocks)
-    return tuple(int(border) * step for border in borders)
+def rows_shared_bytes(rows: int, units: int, fused: bool) -> int:
+    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones."""
+    sums = 16 * 2 * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused else 8) * 20 * 4
+    fixed = sums + BORDER_BYTES + 64 + 2 * 2 * 16 * 4 + (2 * ROUND_GROUPS + 16) * 4
+    return fixed + (units * 8 * 4 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
 
 
 def kind_of(tensor: "Tensor") -> tuple[int, int]:
@@ -189,16 +169,9 @@ class Loader:
         units = 2 * wrap or -(-cols // UNIT_COLS)
         paired = len(tensors) == 2 and first.shape == tensors[1].shape and first.dtype == tensors[1].dtype
         segments, nbytes = plan_segments(tensors, units, paired)
-        card, step = self._device.card, 2 if paired else 1
-        num_tiles = segments[-1].first_tile + segments[-1].num_tiles
-        splits = 1 if wrap else choose_splits(card, units, num_tiles, step)
-        if wrap and rows_shared_bytes(card, 8, wrap, False) > card.shared_bytes:
-            raise GpuError(f"{first.name} is F32 with {cols} columns, too many for the GPU.", "Convert with --tier f16.")
-        costs = np.concatenate([np.full(s.num_tiles, s.tile_bytes * KIND_COSTS[s.kind]) for s in segments])
-        if num_tiles >= 1 << 16:
-            raise GpuError(f"{first.name} has {first.rows} rows, the GPU takes at most {TILE_ROWS << 16}.")
-        groups = min(card.num_sms, cuda_args.MAX_RUNS // 2) // splits
-        runs = partition(costs, 2 * max(1, min(groups, -(-num_tiles // (2 * step)))), step)
+        shares = row_shares(max(1, self._device.card.num_sms), segments, units)
+        if shares.total * units >= 1 << 31:
+            raise GpuError(f"{first.name} has {first.rows} rows of {cols} columns, too many for the GPU.")
         try:
             address = self._device.host_memory(nbytes + 4096) if in_host else self._backend.weights_arena.take(nbytes + 4096)
         except OutOfMemory as error:
@@ -208,7 +181,7 @@ class Loader:
             stride = segment.tile_bytes * (2 if paired else 1)
             self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
         shape = (sum(tensor.rows for tensor in tensors), cols)
-        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired, splits, runs)
+        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired)
         self._backend.reserve_for(weight)
         return weight
 

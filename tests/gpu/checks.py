@@ -91,7 +91,7 @@ def stages(device: CudaDevice) -> None:
             tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL + MANY.get(name, ()))
             same = repeat(backend, state, stage)
             backend.weights_arena.release()
-            return limited(max(rows, tiles), 5e-4) + f", {same}, splits {stage.weight.splits}"
+            return limited(max(rows, tiles), 5e-4) + f", {same}"
         attempt(f"stage {name} of the 27B", large)
 
 

@@ -42,6 +42,34 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+// Weights: read once, past the first cache, where `wanted`; no branch, or every load would be waited for before the next use.
+__device__ __forceinline__ void load_once_16(uint4& v, const void* at, bool wanted) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((unsigned)wanted));
+}
+__device__ __forceinline__ void load_once_4(uint32_t& v, const void* at, bool wanted) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1]; }" : "+r"(v) : "l"(at), "r"((unsigned)wanted));
+}
+
+// blockIdx.x, and what follows from it, computed anew.
+__device__ __forceinline__ int block_anew() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+// A float from one block to another that runs beside it, in a word that is zero while it is empty.
+__device__ __forceinline__ void post_word(uint32_t* at, float value) {
+  const uint32_t bits = ~__float_as_uint(value);
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(bits ? bits : ~0x7fc00000u) : "memory");
+}
+__device__ __forceinline__ float take_word(uint32_t* at) {
+  uint32_t bits = 0;
+  while (bits == 0) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(0) : "memory");
+  return __uint_as_float(~bits);
+}
+
 // A barrier of some warps of a block; id 1 or 2 (constants, or a block would hold all 16).
 __device__ __forceinline__ void group_barrier(int id, int threads) {
   if (id == 1) asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");

@@ -2,344 +2,393 @@
 // Reference: reference.project, reference.add_linear, reference.gate_up    Used by: layers.run_layer, Backend.head
 // Shapes:    x [rows, cols] f32, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x rows contiguous and 16-byte aligned; tiles of W one after the other, a unit list each
-// Launch:    linear_rows_*: grid (runs / 2 * splits), block (512), shared as cuda_weights.rows_shared_bytes;
-//            stage_*: grid (rows, splits), block (256)
-// Defines:   RING_BYTES_8, RING_BYTES_16 (a warp)    Limits: cols % 4 == 0, rows <= 8 NB
-// Numbers:   activations scaled per row (and K split), its peak to 2^14, then fp16; exact products; f32 sums in a fixed
-//            order: units of a warp ascending, warps ascending, splits ascending. Bound: memory.
+// Launch:    linear_rows_*: grid (blocks), block (512), shared as cuda_weights.rows_shared_bytes, at most one block a
+//            multiprocessor and all at once: a block waits for the one before it; stage_*: grid (rows), block (512)
+// Defines:   none    Limits: cols % 4 == 0, rows <= 8 NB
+// Numbers:   activations scaled per row, its peak to 2^14, then fp16; exact products; f32 sums in a fixed order: units of a
+//            warp ascending, warps ascending, blocks ascending, whatever the rows. Bound: memory.
 //
-// A group of 8 warps owns a run of tiles and one K split; its warps share the columns. A block is two groups on the same staged
-// rows, one block a multiprocessor: smaller blocks would be dealt out unevenly while the kernel before still runs. Each warp streams its units of two tiles (one where there are more than 8 rows) through a ring of
-// asynchronous copies, already filling while the kernel before still runs. One or two rows are normed and converted by every
-// block (staging.cuh); more rows are converted once, by stage_*, before.
-#include "quant.cuh"
+// Two tiles make a group; the units of all groups, one after the other, are shared out evenly: a block takes an equal part of
+// them, a warp an equal part of its block's. So every multiprocessor reads as many bytes as the others, and nobody waits for
+// anybody before the end. Each lane reads its 16 bytes of a unit straight into registers, an item ahead, the first of them before
+// the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks is
+// finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
+// One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before.
 #include "staging.cuh"
 
-constexpr int MAX_SEGMENTS = 4, FLAGS = 256, MAX_RUNS = 512, GROUPS = 2, BLOCK = GROUPS * THREADS;
-constexpr int TILE_SUMS = 160;   // floats of a tile's sums: [8 columns][16 rows + 4]
+constexpr int MAX_SEGMENTS = 4, GROUP_TILES = 2, BLOCK_WARPS = 16, BLOCK = 32 * BLOCK_WARPS, MAX_ROWS = 16;
+constexpr int ROUND_GROUPS = 16;   // between two barriers: a warp's part then lies in two groups at most
+constexpr int BORDER_WORDS = GROUP_TILES * MAX_ROWS * TILE_ROWS;
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 struct LinearRows {
   const unsigned char* weights;
   float* out;
-  float* partial;              // [splits, num_tiles, 16, 16], only when splits > 1
-  int* counters;               // [num_tiles], zero between launches
+  uint32_t* border;            // [blocks + 1][tile of a group][MAX_ROWS][TILE_ROWS], zero between launches
   Rows rows_in;
   Segment segments[MAX_SEGMENTS];
-  int num_segments, num_tiles, rows, out_stride, out_rows;
-  unsigned short run_tiles[MAX_RUNS + 2];   // first tile of each run
+  int num_segments, rows, out_stride, out_rows, total, whole;   // total: length of all units; whole: blocks take whole groups
+  int share, extra;            // total = share * blocks + extra
+  uint32_t per_unit, per_block;   // 2^32 / units, 2^32 / blocks, rounded up: `divided`
 };
 
-struct Slice {   // what a block works on; its groups take runs first_run, first_run + 1
-  int first_run, split, first_unit, num_units;
-};
+// n / d by d's reciprocal; exact while n d < 2^32.
+__device__ __forceinline__ int divided(int n, uint32_t reciprocal) { return (int)(((unsigned long long)(uint32_t)n * reciprocal) >> 32); }
+// Length of a unit, about its bytes / 512, is a power of two.
+__device__ __forceinline__ int unit_shift(int kind) { return kind == KIND_Q4 ? 0 : kind == KIND_Q8 ? 1 : 2; }
+__device__ __forceinline__ int groups_of(const Segment& segment) { return (segment.num_tiles + GROUP_TILES - 1) / GROUP_TILES; }
 
-__device__ __forceinline__ Slice block_slice(const LinearRows& p) {
-  Slice s;
-  s.first_run = GROUPS * (blockIdx.x / p.rows_in.splits);
-  s.split = blockIdx.x % p.rows_in.splits;
-  s.first_unit = split_unit(p.rows_in, s.split);
-  s.num_units = split_unit(p.rows_in, s.split + 1) - s.first_unit;
-  return s;
+// A group on the line of all units.
+struct Group {
+  int segment, index, number, start, end;   // index: within its segment, number: of all
+};
+__device__ __forceinline__ Group group_at(const LinearRows& p, int position) {
+  int before = 0, number = 0, segment = 0;
+  for (; segment + 1 < p.num_segments; ++segment) {
+    const int length = groups_of(p.segments[segment]) * p.rows_in.units << unit_shift(p.segments[segment].kind);
+    if (position < before + length) break;
+    before += length, number += groups_of(p.segments[segment]);
+  }
+  const int shift = unit_shift(p.segments[segment].kind), each = p.rows_in.units << shift;
+  const int index = p.rows_in.units == 1 ? (position - before) >> shift : divided((position - before) >> shift, p.per_unit);
+  return {segment, index, number + index, before + index * each, before + (index + 1) * each};
+}
+// Down to the border of a unit, or to the nearest border of a group.
+__device__ __forceinline__ int snapped(const LinearRows& p, int position, bool to_group) {
+  if (position >= p.total) return p.total;
+  const Group g = group_at(p, position);
+  if (to_group) return position - g.start < g.end - position ? g.start : g.end;
+  return position - ((position - g.start) & ((1 << unit_shift(p.segments[g.segment].kind)) - 1));
 }
 
-template <int NB> __host__ __device__ constexpr int ring_bytes() { return NB == 1 ? RING_BYTES_8 : RING_BYTES_16; }
-// Tiles that share an activation fragment; F16 takes one at a time, so that two stages fit the ring.
-template <int NB> __host__ __device__ constexpr int most_tiles() { return NB == 1 && RING_BYTES_8 >= 4 * Unit<KIND_Q8>::BYTES ? 2 : 1; }
-template <int KIND, int NB> __host__ __device__ constexpr int tiles_at_once() { return KIND == KIND_F16 ? 1 : most_tiles<NB>(); }
-template <int KIND, int NB> __host__ __device__ constexpr int stages() { return ring_bytes<NB>() / (tiles_at_once<KIND, NB>() * Unit<KIND>::BYTES); }
-
-// One warp's stream of stages; stage i is unit i % count of tile set i / count.
-template <int NB> struct Ring {
-  static constexpr int PIECES = 3;   // of a lane, unrolled
-  unsigned char* shared;
-  unsigned char* target;         // the lane's place in the next stage
-  const unsigned char* source;   // next unit of the first tile of the set
-  int offset[PIECES];             // of the lane's first pieces from there
-  int together, unit_bytes, tile_bytes, chunks, num_stages, next_set, count, left, tiles, unit, slot;
-
-  __device__ __forceinline__ void open(unsigned char* ring, const LinearRows& p, const Segment& segment, int first_tile,
-                                       int end_tile, int first_unit, int units, int lane) {
-    unit_bytes = segment.kind == KIND_Q4 ? Unit<KIND_Q4>::BYTES : segment.kind == KIND_Q8 ? Unit<KIND_Q8>::BYTES : Unit<KIND_F16>::BYTES;
-    tile_bytes = segment.tile_bytes;
-    together = segment.kind == KIND_F16 ? 1 : most_tiles<NB>();
-    chunks = together * unit_bytes / 16;
-    num_stages = ring_bytes<NB>() / (together * unit_bytes);
-    shared = ring;
-    target = ring + lane * 16;
-    source = p.weights + segment.offset + (long long)(first_tile - segment.first_tile) * tile_bytes + (long long)first_unit * unit_bytes;
-    tiles = end_tile - first_tile;
-    count = units;
-    left = (tiles + together - 1) / together * units;
-    next_set = together * tile_bytes - units * unit_bytes;
-    unit = slot = 0;
-    aim(lane);
-  }
-  // At an odd end the second tile's place takes what follows the first: in bounds, and not used.
-  __device__ __forceinline__ int place(int at) const { return at * 16 + (together == 2 && tiles > 1 && at * 16 >= unit_bytes ? tile_bytes - unit_bytes : 0); }
-  __device__ __forceinline__ void aim(int lane) {
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) offset[i] = place(lane + 32 * i);
-  }
-  __device__ __forceinline__ void issue(int lane) {
-    if (left > 0) {
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i)
-        if (i == 0 || lane + 32 * i < chunks) copy_async_16(target + i * 512, source + offset[i]);
-#pragma unroll 1
-      for (int at = lane + 32 * PIECES; at < chunks; at += 32) copy_async_16(target + (at - lane) * 16, source + place(at));
-      source += unit_bytes;
-      target += chunks * 16;
-      if (++slot == num_stages) slot = 0, target = shared + lane * 16;
-      if (++unit == count) {
-        unit = 0, source += next_set, tiles -= together;
-        if (tiles == 1) aim(lane);
-      }
-      --left;
-    }
-    copy_async_commit();
-  }
-  __device__ __forceinline__ void prime(int lane) {
-#pragma unroll 1
-    for (int i = 0; i < num_stages; ++i) issue(lane);
-  }
+template <int SOURCE_, int EPILOGUE_, int NB_> struct Shape {
+  static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_;
+  static constexpr bool FUSED = SOURCE != HALVES;
+  static constexpr int COLUMNS = FUSED ? 2 : 8, TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
+  static constexpr int WARP_SUMS = 2 * GROUP_TILES * NB * TILE_SUMS;        // of two groups
 };
 
-template <int NB> struct Memory {   // the block's shared memory
-  static constexpr int T = most_tiles<NB>();
-  float* inverse;        // [16] 1 / scale of each row
-  float* stats;          // [2 rows][2][WARPS]
-  unsigned char* flags;  // [FLAGS]
-  float* sums;           // [GROUPS][WARPS][T][NB][TILE_SUMS]
-  float* minus_sums;     // [units][8 * NB]
-  uint16_t* rows;        // [rows][stride]
-  unsigned char* ring;
+template <class S> struct Memory {   // the block's shared memory
+  float* sums;          // [warps][2 groups][tiles][NB][TILE_SUMS]
+  float* head;          // [tiles][MAX_ROWS][TILE_ROWS]: of a group that the block before began
+  float* inverse;       // FUSED: [16] 1 / scale of each row
+  float* stats;         // FUSED: [2 rows][2 WARPS]
+  int* edges;           // [ROUND_GROUPS][2] first and last warp of a group, [warps] first group of a warp
+  float* minus_sums;    // FUSED: [units][8]
+  uint16_t* rows;       // FUSED: [rows][stride]
   int stride;
-
-  __device__ __forceinline__ void open(unsigned char* shared, const LinearRows& p, int units) {
-    inverse = reinterpret_cast<float*>(shared);
+  __device__ __forceinline__ void open(unsigned char* shared, int units) {
+    sums = reinterpret_cast<float*>(shared);
+    head = sums + BLOCK_WARPS * S::WARP_SUMS;
+    inverse = head + BORDER_WORDS;
     stats = inverse + 16;
-    flags = reinterpret_cast<unsigned char*>(stats + 2 * 2 * WARPS);
-    sums = reinterpret_cast<float*>(flags + FLAGS);
-    minus_sums = sums + GROUPS * WARPS * T * NB * TILE_SUMS;
+    edges = reinterpret_cast<int*>(stats + 2 * 2 * WARPS);
+    minus_sums = reinterpret_cast<float*>(edges + 2 * ROUND_GROUPS + BLOCK_WARPS);
+    rows = reinterpret_cast<uint16_t*>(minus_sums + units * 8);
     stride = units * UNIT_COLS + 8;
-    rows = reinterpret_cast<uint16_t*>(minus_sums + units * 8 * NB);
-    ring = reinterpret_cast<unsigned char*>(rows + p.rows * stride);
   }
 };
 
-template <int EPILOGUE> __device__ __forceinline__ void put(const LinearRows& p, int row, int column, float value) {
-  float* target = p.out + (long long)column * p.out_stride + row;
-  *target = EPILOGUE == ADD ? __fadd_rn(*target, value) : value;
-}
-template <int EPILOGUE>
-__device__ __forceinline__ void finish_value(const LinearRows& p, const Segment& segment, int tile, int i, int column, float value) {
-  const int row = (tile - segment.first_tile) * TILE_ROWS + i;
-  if (row < segment.num_rows) put<EPILOGUE>(p, segment.first_row + row, column, value);
-}
-__device__ __forceinline__ void finish_pair(const LinearRows& p, int pair, int i, int column, float gate, float up) {
-  const int row = pair * TILE_ROWS + i;
-  if (row < p.out_rows) put<STORE>(p, row, column, __fmul_rn(silu(gate), up));
-}
-// Place of a value among the partial sums.
-__device__ __forceinline__ float* partial_of(const LinearRows& p, int split, int tile, int column, int i) {
-  return p.partial + (((long long)split * p.num_tiles + tile) * 16 + column) * 16 + i;
-}
+// Units of both tiles of a group whose loads are in flight.
+template <int KIND, int NB> struct Item {
+  static constexpr int WORDS = KIND == KIND_Q4 ? 1 : KIND == KIND_Q8 ? 2 : 4;                       // of 16 bytes a lane and unit
+  static constexpr int UNITS = KIND == KIND_F16 || NB == 2 && KIND == KIND_Q8 ? 1 : KIND == KIND_Q8 || NB == 2 ? 2 : 4;
+};
+struct Flight {
+  uint4 words[8];
+  uint32_t scales[8];
+};
 
-template <int NB> __device__ __forceinline__ float sum_of_warps(const float* sums, int t, int column, int i) {
-  const float* at = sums + (t * NB + (column >> 3)) * TILE_SUMS + (column & 7) * 20 + i;
-  float total = at[0];
+// One warp on its part [first, end) of a segment's units, counted from the segment's first.
+template <int KIND, class S> struct Stream {
+  static constexpr int UNITS = Item<KIND, S::NB>::UNITS, WORDS = Item<KIND, S::NB>::WORDS, BYTES = Unit<KIND>::BYTES;
+  const unsigned char* at[GROUP_TILES];   // the lane's part of the next item
+  int group, unit, left, count;           // of the item in flight
+
+  __device__ __forceinline__ void aim(const LinearRows& p, const Segment& segment, int lane) {
 #pragma unroll
-  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, at[w * most_tiles<NB>() * NB * TILE_SUMS]);
+    for (int t = 0; t < GROUP_TILES; ++t)   // at an odd end the last tile again; its sums are not used
+      at[t] = p.weights + segment.offset + (long long)min(group * GROUP_TILES + t, segment.num_tiles - 1) * segment.tile_bytes + (unit * BYTES + lane * 16);
+  }
+  __device__ __forceinline__ void open(const LinearRows& p, const Segment& segment, int first, int end, int lane) {
+    group = p.rows_in.units == 1 ? first : divided(first, p.per_unit), unit = first - group * p.rows_in.units, left = end - first;
+    aim(p, segment, lane);
+    count = min(UNITS, min(p.rows_in.units - unit, left));
+  }
+  __device__ __forceinline__ void fetch(Flight& flight, int j, int lane) const {
+    const unsigned char* scales = at[0] + (j * BYTES + Unit<KIND>::DATA + (lane >> 2) * 4 - lane * 16);
+#pragma unroll
+    for (int t = 0; t < GROUP_TILES; ++t)
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) load_once_16(flight.words[(j * GROUP_TILES + t) * WORDS + i], at[t] + j * BYTES + i * 512, j < count);
+    if (KIND == KIND_F16) return;
+    load_once_4(flight.scales[j * GROUP_TILES], scales, j < count);
+    load_once_4(flight.scales[j * GROUP_TILES + 1], scales + (at[1] - at[0]), j < count);
+  }
+  __device__ __forceinline__ void begin(Flight& flight, int lane) const {
+#pragma unroll
+    for (int j = 0; j < UNITS; ++j) fetch(flight, j, lane);
+  }
+
+  // Activations of a unit: halves b and -sums.
+  __device__ __forceinline__ static void activations(const LinearRows& p, const Memory<S>& m, int unit, int lane, uint32_t (&b)[S::NB][8], float (&minus)[S::NB][2]) {
+    const int u = KIND == KIND_F16 && p.rows_in.wrap && unit >= p.rows_in.wrap ? unit - p.rows_in.wrap : unit;
+#pragma unroll
+    for (int nb = 0; nb < S::NB; ++nb) {
+      uint4 low, high;
+      float2 sum;
+      if constexpr (S::FUSED) {
+        const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + u * UNIT_COLS + (lane & 3) * 16;
+        low = *reinterpret_cast<const uint4*>(row), high = *reinterpret_cast<const uint4*>(row + 8);
+        sum = *reinterpret_cast<const float2*>(m.minus_sums + u * 8 + 2 * (lane & 3));
+      } else {
+        const uint4* row = reinterpret_cast<const uint4*>(p.rows_in.halves) + (u * S::NB + nb) * 64 + lane;
+        low = row[0], high = row[32];
+        sum = *reinterpret_cast<const float2*>(p.rows_in.minus_sums + (u * S::NB + nb) * 8 + 2 * (lane & 3));
+      }
+      b[nb][0] = low.x, b[nb][1] = low.y, b[nb][2] = low.z, b[nb][3] = low.w;
+      b[nb][4] = high.x, b[nb][5] = high.y, b[nb][6] = high.z, b[nb][7] = high.w;
+      minus[nb][0] = sum.x, minus[nb][1] = sum.y;
+    }
+  }
+
+  // place: which of the warp's two groups this is.
+  __device__ __forceinline__ static void leave(const Memory<S>& m, float (&acc)[GROUP_TILES][S::NB][4], int warp, int lane, int place) {
+    const int g = lane >> 2, q = lane & 3;
+    float* base = m.sums + warp * S::WARP_SUMS + place * GROUP_TILES * S::NB * S::TILE_SUMS + 40 * q + g;
+#pragma unroll
+    for (int t = 0; t < GROUP_TILES; ++t)
+#pragma unroll
+      for (int nb = 0; nb < S::NB; ++nb) {
+        float(&c)[4] = acc[t][nb];
+        float* target = base + (t * S::NB + nb) * S::TILE_SUMS;
+        if (!S::FUSED || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
+        c[0] = c[1] = c[2] = c[3] = 0.0f;
+      }
+  }
+
+  // first_place: groups of this part before the segment that the warp has left already. Returns places used up.
+  __device__ __forceinline__ int run(const LinearRows& p, const Segment& segment, const Memory<S>& m, Flight& flight, int warp, int lane, int place) {
+    float acc[GROUP_TILES][S::NB][4] = {};
+#pragma unroll 1
+    while (left > 0) {
+      const int here = unit, had = count, was = group;
+      left -= had, unit += had;
+      at[0] += had * BYTES, at[1] += had * BYTES;
+      if (unit == p.rows_in.units) unit = 0, ++group, aim(p, segment, lane);
+      count = min(UNITS, min(p.rows_in.units - unit, left));
+#pragma unroll
+      for (int j = 0; j < UNITS; ++j) {   // what an item lacks of its units is multiplied by 0
+        uint32_t b[S::NB][8];
+        float minus[S::NB][2];
+        activations(p, m, min(here + j, here + had - 1), lane, b, minus);
+#pragma unroll
+        for (int t = 0; t < GROUP_TILES; ++t)
+          multiply_words<KIND, S::NB>(flight.words + (j * GROUP_TILES + t) * WORDS, j < had ? flight.scales[j * GROUP_TILES + t] : 0u, b, minus, acc[t]);
+        fetch(flight, j, lane);
+      }
+      if (group != was || left == 0) leave(m, acc, warp, lane, place++);
+    }
+    return place;
+  }
+};
+
+// The block's part, round by round.
+template <class S> struct Share {
+  int begin, end, rounds;
+  Group first, last;
+  __device__ __forceinline__ static int border(const LinearRows& p, int block) {
+    return p.share * block + (gridDim.x == 1 ? p.extra * block : divided(p.extra * block, p.per_block));
+  }
+  // Called again where the shares are needed again: kept, they would take registers from the loads in flight.
+  __device__ __forceinline__ void open(const LinearRows& p) {
+    const int block = block_anew();
+    begin = snapped(p, border(p, block), p.whole), end = snapped(p, border(p, block + 1), p.whole);
+    first = group_at(p, begin), last = group_at(p, end - 1);
+    rounds = max(1, (last.number - first.number + ROUND_GROUPS) / ROUND_GROUPS);
+  }
+  __device__ __forceinline__ int group_start(const LinearRows& p, int number) const {
+    int before = 0;
+    for (int i = 0; i < p.num_segments; ++i) {
+      const int groups = groups_of(p.segments[i]), each = p.rows_in.units << unit_shift(p.segments[i].kind);
+      if (number < groups || i + 1 == p.num_segments) return before + number * each;
+      number -= groups, before += groups * each;
+    }
+    return before;
+  }
+  __device__ __forceinline__ int round_group(int round) const { return min(last.number + 1, first.number + ((last.number - first.number + rounds) / rounds) * round); }
+  __device__ __forceinline__ int round_start(const LinearRows& p, int round) const {
+    return round == 0 ? begin : round == rounds ? end : group_start(p, round_group(round));
+  }
+  __device__ __forceinline__ int warp_start(const LinearRows& p, int low, int high, int warp) const {
+    return warp == BLOCK_WARPS ? high : snapped(p, low + (high - low >> 4) * warp + (((high - low & 15) * warp) >> 4), false);
+  }
+};
+
+template <class S> __device__ __forceinline__ float inverse_of(const LinearRows& p, const Memory<S>& m, int row) {
+  if constexpr (S::FUSED) return m.inverse[row];
+  else return p.rows_in.inverse[row];
+}
+template <class S> __device__ __forceinline__ void finish_value(const LinearRows& p, const Segment& segment, int group, int t, int i, int row, float value) {
+  const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;
+  if (place >= segment.num_rows) return;
+  float* target = p.out + (long long)row * p.out_stride + segment.first_row + place;
+  *target = S::EPILOGUE == ADD ? __fadd_rn(*target, value) : value;
+}
+__device__ __forceinline__ void finish_pair(const LinearRows& p, int group, int i, int row, float gate, float up) {
+  const int place = group * TILE_ROWS + i;
+  if (place < p.out_rows) p.out[(long long)row * p.out_stride + place] = __fmul_rn(silu(gate), up);
+}
+template <class S> __device__ __forceinline__ float sum_of_warps(const Memory<S>& m, int number, int low, int high, int t, int i, int row) {
+  const float* base = m.sums + (t * S::NB + (row >> 3)) * S::TILE_SUMS + (row & 7) * 20 + i;
+  const int* first_group = m.edges + 2 * ROUND_GROUPS;
+  float total = 0.0f;
+  for (int warp = low; warp <= high; ++warp) {
+    const int place = number - first_group[warp];
+    if (place < 2) total = __fadd_rn(total, base[warp * S::WARP_SUMS + place * GROUP_TILES * S::NB * S::TILE_SUMS]);
+  }
   return total;
 }
 
-// Sums of the warps for `tiles` tiles, to where they belong or to the last block of the tile.
-template <int EPILOGUE, int NB, int T, class M>
-__device__ __forceinline__ void reduce_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
-                                             const float* sums, int tile, int tiles, float unscale, float& held) {
-  const bool pairs = EPILOGUE == GATE_UP && p.rows_in.splits == 1;
-  static_assert(TILE_ROWS * 8 * NB <= THREADS, "a value of a tile for each thread");
-  const int values = (pairs && T == 2 ? tiles / 2 : tiles) * TILE_ROWS * p.rows;
-  for (int o = threadIdx.x % THREADS; o < values; o += THREADS) {
-    const int i = o % TILE_ROWS, rest = o / TILE_ROWS, column = rest % p.rows, t = rest / p.rows;
-    const float factor = unscale * m.inverse[column];
-    if (pairs && T == 1) {   // one value a thread: the gate waits for the tile after it
-      const float value = __fmul_rn(sum_of_warps<NB>(sums, 0, column, i), factor);
-      if (tile % 2 == 0) held = value;
-      else finish_pair(p, tile / 2, i, column, held, value);
+// Sums of a round's groups, to where they belong: out, the block's head, or the border with the next block.
+template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share<S>& share, const Memory<S>& m, int low, int high) {
+  const int first = group_at(p, low).number, groups = group_at(p, high - 1).number - first + 1;
+  constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
+  constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
+  for (int o = threadIdx.x; o < groups * EACH * p.rows; o += BLOCK) {
+    const int i = o % TILE_ROWS, t = PAIRS ? 0 : o / TILE_ROWS % GROUP_TILES, number = first + o / EACH % groups, row = o / EACH / groups;
+    const Group g = group_at(p, share.group_start(p, number));
+    const Segment& segment = p.segments[g.segment];
+    const int* edges = m.edges + 2 * (number - first);
+    const float factor = (segment.kind == KIND_F16 ? 1.0f : CODE_UNSCALE) * inverse_of(p, m, row);
+    float value[2];
+#pragma unroll
+    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) value[e] = __fmul_rn(sum_of_warps<S>(m, number, edges[0], edges[1], t + e, i, row), factor);
+    const bool is_head = g.start < share.begin, is_tail = g.end > share.end;
+    if (!is_head && !is_tail) {
+      if constexpr (PAIRS) finish_pair(p, g.index, i, row, value[0], value[1]);
+      else finish_value<S>(p, segment, g.index, t, i, row, value[0]);
       continue;
     }
-    if (pairs) {
-      finish_pair(p, tile / 2 + t, i, column, __fmul_rn(sum_of_warps<NB>(sums, 2 * t, column, i), factor),
-                  __fmul_rn(sum_of_warps<NB>(sums, 2 * t + 1, column, i), factor));
-      continue;
+#pragma unroll
+    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) {
+      const int word = ((t + e) * MAX_ROWS + row) * TILE_ROWS + i;
+      if (is_head) m.head[word] = value[e];
+      else post_word(p.border + (blockIdx.x + 1) * BORDER_WORDS + word, value[e]);
     }
-    const float value = __fmul_rn(sum_of_warps<NB>(sums, t, column, i), factor);
-    if (p.rows_in.splits > 1) *partial_of(p, s.split, tile + t, column, i) = value;
-    else finish_value<EPILOGUE>(p, segment, tile + t, i, column, value);
   }
 }
 
-// The group's tiles of a segment; the ring has been opened and primed for them.
-template <int KIND, int EPILOGUE, int NB, class M>
-__device__ __forceinline__ void run_tiles(const LinearRows& p, const Segment& segment, const Slice& s, const M& m,
-                                          Ring<NB>& ring, int first_tile, int end_tile, int warp_unit) {
-  constexpr int T = tiles_at_once<KIND, NB>(), UNIT = Unit<KIND>::BYTES;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS, g = lane >> 2, q = lane & 3;
-  const int wrap = p.rows_in.wrap;
-  const uint16_t* row[NB];
+// The group that the block before began: its sums, then this block's.
+template <class S> __device__ __forceinline__ void finish_head(const LinearRows& p, const Share<S>& share, const Memory<S>& m) {
+  constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
+  constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
+  for (int o = threadIdx.x; o < EACH * p.rows; o += BLOCK) {
+    const int i = o % TILE_ROWS, t = PAIRS ? 0 : o / TILE_ROWS % GROUP_TILES, row = o / EACH;
+    float value[2];
 #pragma unroll
-  for (int nb = 0; nb < NB; ++nb) row[nb] = m.rows + min(nb * 8 + g, p.rows - 1) * m.stride + q * 16;
-  float* sums = m.sums + group * WARPS * most_tiles<NB>() * NB * TILE_SUMS;
-  int slot = 0;
-  float held = 0.0f;
+    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) {
+      const int word = ((t + e) * MAX_ROWS + row) * TILE_ROWS + i;
+      value[e] = __fadd_rn(take_word(p.border + blockIdx.x * BORDER_WORDS + word), m.head[word]);
+    }
+    if constexpr (PAIRS) finish_pair(p, share.first.index, i, row, value[0], value[1]);
+    else finish_value<S>(p, p.segments[share.first.segment], share.first.index, t, i, row, value[0]);
+  }
+}
+
+// Rows that were converted before: bring what the warp reads near, or it would wait for each unit in turn.
+template <class S> __device__ __forceinline__ void touch(const LinearRows& p, int first, int units, int lane) {
+  const int all = p.rows_in.wrap ? p.rows_in.wrap : p.rows_in.units, lines = min(units, all) * S::NB * 8;
+  uint32_t seen = 0;
+#pragma unroll 8
+  for (int line = lane; line < lines; line += 32) {
+    int at = first * S::NB * 8 + line;
+    while (at >= all * S::NB * 8) at -= all * S::NB * 8;
+    seen |= reinterpret_cast<const uint32_t*>(p.rows_in.halves)[at * 32];
+  }
+  if (seen == 0xfffefffeu) asm volatile("" ::"r"(seen));
+}
+
+// A warp's part of a round. Returns whether there is a round after it.
+template <class S> __device__ __forceinline__ void run_round(const LinearRows& p, const Memory<S>& m, int round, int from, int to) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Flight flight = {};
+  int place = 0, position = from;
+  bool waited = round > 0;
 #pragma unroll 1
-  for (int tile = first_tile; tile < end_tile; tile += T) {
-    float acc[T][NB][4];
-#pragma unroll
-    for (int t = 0; t < T; ++t)
-#pragma unroll
-      for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[t][nb][i] = 0.0f;
+  do {
+    const Group g = group_at(p, min(position, p.total - 1));
+    const Segment& segment = p.segments[g.segment];
+    const int shift = unit_shift(segment.kind), base = g.start - (g.index * p.rows_in.units << shift);
+    const int stop = min(to, base + (groups_of(segment) * p.rows_in.units << shift));
+    const bool mine = position < stop;
+    auto part = [&](auto stream) {
+      if (mine) stream.open(p, segment, (position - base) >> shift, (stop - base) >> shift, lane), stream.begin(flight, lane);
+      if (!waited) {
+        wait_for_earlier();
+        if constexpr (S::FUSED) {
 #pragma unroll 1
-    for (int unit = 0; unit < ring.count; ++unit) {
-      const int u = wrap && warp_unit + unit >= wrap ? warp_unit + unit - wrap : warp_unit + unit;
-      uint32_t b[NB][8];
-      float minus_sum[NB][2];
-#pragma unroll
-      for (int nb = 0; nb < NB; ++nb) {
-        const uint4 low = *reinterpret_cast<const uint4*>(row[nb] + u * UNIT_COLS);
-        const uint4 high = *reinterpret_cast<const uint4*>(row[nb] + u * UNIT_COLS + 8);
-        b[nb][0] = low.x, b[nb][1] = low.y, b[nb][2] = low.z, b[nb][3] = low.w;
-        b[nb][4] = high.x, b[nb][5] = high.y, b[nb][6] = high.z, b[nb][7] = high.w;
-        const float2 sum = *reinterpret_cast<const float2*>(m.minus_sums + u * 8 * NB + nb * 8 + 2 * q);
-        minus_sum[nb][0] = sum.x, minus_sum[nb][1] = sum.y;
+          for (int row = 0; row < p.rows; ++row)
+            stage_row<S::SOURCE>(p.rows_in, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, m.minus_sums + row}, m.inverse + row);
+          __syncthreads();
+        } else if (mine) {
+          touch<S>(p, (position - g.start) >> shift, (stop - position) >> shift, lane);
+        }
+        waited = true;
       }
-      copy_async_wait<stages<KIND, NB>() - 1>();
-      __syncwarp();
-      const unsigned char* stage = ring.shared + slot * (T * UNIT);
-      // The second tile of an odd end is what the ring last held; its sums are not used.
-#pragma unroll
-      for (int t = 0; t < T; ++t) multiply_unit<KIND, NB>(stage + t * UNIT, lane, b, minus_sum, acc[t]);
-      __syncwarp();
-      ring.issue(lane);
-      if (++slot == stages<KIND, NB>()) slot = 0;
-    }
-    group_barrier(group + 1, THREADS);   // the sums before have been read
-#pragma unroll
-    for (int t = 0; t < T; ++t)
-#pragma unroll
-      for (int nb = 0; nb < NB; ++nb) {
-        float* target = sums + ((warp * most_tiles<NB>() + t) * NB + nb) * TILE_SUMS + 40 * q + g;
-        target[0] = acc[t][nb][0], target[20] = acc[t][nb][1], target[8] = acc[t][nb][2], target[28] = acc[t][nb][3];
-      }
-    group_barrier(group + 1, THREADS);
-    reduce_tiles<EPILOGUE, NB, T, M>(p, segment, s, m, sums, tile, min(T, end_tile - tile), KIND == KIND_F16 ? 1.0f : CODE_UNSCALE, held);
-  }
-  copy_async_wait<0>();
-  __syncwarp();
+      if (mine) place = stream.run(p, segment, m, flight, warp, lane, place);
+    };
+    if (segment.kind == KIND_Q4) part(Stream<KIND_Q4, S>());
+    else if (segment.kind == KIND_Q8) part(Stream<KIND_Q8, S>());
+    else part(Stream<KIND_F16, S>());
+    position = stop;
+  } while (position < to);
 }
 
-// The last block to finish a tile adds the splits in ascending order.
-template <int EPILOGUE, class M>
-__device__ __forceinline__ void merge_splits(const LinearRows& p, const Slice& s, const M& m) {
-  constexpr int STEP = EPILOGUE == GATE_UP ? 2 : 1;
-  const int splits = p.rows_in.splits, first_tile = p.run_tiles[s.first_run], end_tile = p.run_tiles[s.first_run + GROUPS];
-  __threadfence();
-  __syncthreads();
-#pragma unroll 1
-  for (int base = first_tile; base < end_tile; base += FLAGS) {
-    const int mine = base + threadIdx.x, tiles = min(FLAGS, end_tile - base);
-    bool last = false;
-    if (threadIdx.x < FLAGS && mine < end_tile && threadIdx.x % STEP == 0) {
-      last = atomicAdd(&p.counters[mine], 1) == splits - 1;
-      if (last) p.counters[mine] = 0;
-    }
-    if (threadIdx.x < FLAGS) m.flags[threadIdx.x] = last;
-    __syncthreads();
-    __threadfence();
-    for (int o = threadIdx.x; o < tiles / STEP * TILE_ROWS * p.rows; o += BLOCK) {
-      const int i = o % TILE_ROWS, rest = o / TILE_ROWS, column = rest % p.rows, t = rest / p.rows * STEP, tile = base + t;
-      if (!m.flags[t]) continue;
-      float total[STEP];
-#pragma unroll
-      for (int e = 0; e < STEP; ++e) {
-        total[e] = __ldcg(partial_of(p, 0, tile + e, column, i));
-        for (int split = 1; split < splits; ++split) total[e] = __fadd_rn(total[e], __ldcg(partial_of(p, split, tile + e, column, i)));
-      }
-      int index = 0;
-      while (tile >= p.segments[index].first_tile + p.segments[index].num_tiles) ++index;
-      if (EPILOGUE == GATE_UP) finish_pair(p, tile / 2, i, column, total[0], total[STEP - 1]);
-      else finish_value<EPILOGUE>(p, p.segments[index], tile, i, column, total[0]);
-    }
-    __syncthreads();
+// For the sums of a round: which groups the warp was in, and where it was the first or the last.
+template <class S> __device__ __forceinline__ void note_edges(const LinearRows& p, const Share<S>& share, const Memory<S>& m, int low, int high, int from, int to) {
+  if (threadIdx.x % 32) return;
+  const int warp = threadIdx.x / 32, first = group_at(p, low).number;
+  int* first_group = m.edges + 2 * ROUND_GROUPS + warp;
+  *first_group = -2;   // in no group
+  if (from >= to) return;
+  const Group start = group_at(p, from), stop = group_at(p, to - 1);
+  *first_group = start.number;
+  for (int number = start.number; number <= stop.number; ++number) {
+    const int begin = share.group_start(p, number), end = group_at(p, begin).end;
+    if (max(begin, low) >= from) m.edges[2 * (number - first)] = warp;
+    if (min(end, high) <= to) m.edges[2 * (number - first) + 1] = warp;
   }
-}
-
-// Part of the group's tiles that lies in a segment.
-__device__ __forceinline__ bool overlap(const Segment& segment, int begin, int stop, int& first, int& end) {
-  first = max(begin, segment.first_tile);
-  end = min(stop, segment.first_tile + segment.num_tiles);
-  return first < end;
-}
-
-// Rows that stage_* converted before: copy the block's columns.
-template <int NB, class M> __device__ __forceinline__ void copy_rows(const LinearRows& p, const Slice& s, const M& m) {
-  const Rows& in = p.rows_in;
-  const int staged = in.wrap ? in.wrap : s.num_units, first = in.wrap ? 0 : s.first_unit, width = staged_units(in);
-  const int chunks = staged * 8;
-  for (int i = threadIdx.x; i < p.rows * chunks; i += BLOCK) {
-    const int row = i / chunks, chunk = i % chunks;
-    copy_async_16(m.rows + row * m.stride + chunk * 8, in.halves + ((long long)row * width + first) * UNIT_COLS + chunk * 8);
-  }
-  copy_async_commit();
-  for (int i = threadIdx.x; i < p.rows * staged; i += BLOCK)
-    m.minus_sums[i % staged * 8 * NB + i / staged] = in.minus_sums[(long long)(i / staged) * width + first + i % staged];
-  for (int row = threadIdx.x; row < p.rows; row += BLOCK) m.inverse[row] = in.inverse[row * in.splits + s.split];
-  copy_async_wait<0>();
-  __syncthreads();
 }
 
 template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
+  using S = Shape<SOURCE, EPILOGUE, NB>;
   SHARED_BYTES(shared);
   allow_next();
-  const Slice s = block_slice(p);
-  Memory<NB> m;
-  m.open(shared, p, p.rows_in.wrap ? p.rows_in.wrap : s.num_units);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % THREADS / 32, group = threadIdx.x / THREADS;
-  const int warp_unit = s.num_units * warp / WARPS, units = s.num_units * (warp + 1) / WARPS - warp_unit;
-  const int begin = p.run_tiles[s.first_run + group], stop = p.run_tiles[s.first_run + group + 1];
-  unsigned char* own = m.ring + (threadIdx.x / 32) * ring_bytes<NB>();
-  int first, end, index = 0;
-  while (index < p.num_segments && !overlap(p.segments[index], begin, stop, first, end)) ++index;
-  Ring<NB> ring;
-  if (index < p.num_segments) {
-    ring.open(own, p, p.segments[index], first, end, s.first_unit + warp_unit, units, lane);
-    ring.prime(lane);
-  }
-  wait_for_earlier();
-  if constexpr (SOURCE == HALVES) {
-    copy_rows<NB>(p, s, m);
-  } else {
-    const int staged = p.rows_in.wrap ? p.rows_in.wrap : s.num_units, first_unit = p.rows_in.wrap ? 0 : s.first_unit;
-    if (group < p.rows)   // one or two rows: one a group
-      stage_row<SOURCE>(p.rows_in, group, first_unit, staged, m.stats + 2 * WARPS * group, m.rows + group * m.stride, m.minus_sums + group,
-                        8 * NB, m.inverse + group, group);
-    __syncthreads();
-  }
+  Memory<S> m;
+  m.open(shared, staged_units(p.rows_in));
 #pragma unroll 1
-  while (index < p.num_segments) {
-    const Segment& segment = p.segments[index];
-    if (segment.kind == KIND_Q4) run_tiles<KIND_Q4, EPILOGUE, NB>(p, segment, s, m, ring, first, end, warp_unit);
-    else if (segment.kind == KIND_Q8) run_tiles<KIND_Q8, EPILOGUE, NB>(p, segment, s, m, ring, first, end, warp_unit);
-    else run_tiles<KIND_F16, EPILOGUE, NB>(p, segment, s, m, ring, first, end, warp_unit);
-    if (++index == p.num_segments || !overlap(p.segments[index], begin, stop, first, end)) break;
-    ring.open(own, p, p.segments[index], first, end, s.first_unit + warp_unit, units, lane);
-    ring.prime(lane);
+  for (int round = 0;; ++round) {
+    int from, to;
+    {
+      Share<S> share;
+      share.open(p);
+      const int low = share.round_start(p, round), high = share.round_start(p, round + 1), warp = threadIdx.x / 32;
+      from = share.warp_start(p, low, high, warp), to = share.warp_start(p, low, high, warp + 1);
+    }
+    run_round<S>(p, m, round, from, to);
+    Share<S> share;
+    share.open(p);
+    const int low = share.round_start(p, round), high = share.round_start(p, round + 1);
+    note_edges<S>(p, share, m, low, high, from, to);
+    __syncthreads();
+    reduce_round<S>(p, share, m, low, high);
+    const bool has_head = share.first.start < share.begin, is_over = round + 1 >= share.rounds;
+    if (!is_over || has_head) __syncthreads();
+    if (!is_over) continue;
+    if (has_head) finish_head<S>(p, share, m);
+    return;
   }
-  if (p.rows_in.splits > 1) merge_splits<EPILOGUE>(p, s, m);
 }
 
 #define LINEAR_ROWS(NAME, SOURCE, EPILOGUE, NB)                                                             \
@@ -358,16 +407,13 @@ LINEAR_ROWS(linear_rows_wide_store, HALVES, STORE, 2)
 LINEAR_ROWS(linear_rows_wide_add, HALVES, ADD, 2)
 LINEAR_ROWS(linear_rows_wide_gate_up, HALVES, GATE_UP, 2)
 
-// Convert a row's columns of one split once for all blocks. grid (rows, splits)
-template <int SOURCE> __device__ __forceinline__ void stage_split(const Rows& p) {
+// Convert a row once for all blocks, into fragment order. grid (rows)
+template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   __shared__ float stats[2 * WARPS];
   allow_next();
   wait_for_earlier();
-  const int row = blockIdx.x, split = blockIdx.y, width = staged_units(p);
-  const int first = p.wrap ? 0 : split_unit(p, split), units = p.wrap ? p.wrap : split_unit(p, split + 1) - first;
-  stage_row<SOURCE>(p, row, first, units, stats, p.halves + ((long long)row * width + first) * UNIT_COLS,
-                    p.minus_sums + (long long)row * width + first, 1, p.inverse + row * p.splits + split, 0);
+  stage_row<SOURCE>(p, blockIdx.x, stats, FragmentOrder{p.halves, p.minus_sums, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_norm(const __grid_constant__ Rows p) { stage_split<NORMED>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_plain(const __grid_constant__ Rows p) { stage_split<PLAIN>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_gated(const __grid_constant__ Rows p) { stage_split<GATED>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) stage_plain(const __grid_constant__ Rows p) { stage_all<PLAIN>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) stage_gated(const __grid_constant__ Rows p) { stage_all<GATED>(p); }

@@ -31,17 +31,15 @@ struct Segment {
   long long offset;
 };
 
+// a, scales: the lane's words of a unit.
 // acc += unit x activations for NB groups of 8 activation rows, exact products, f32 accumulation, fixed order.
 // b[nb][i]: halves 2 i, 2 i + 1 of the lane's 16 columns of activation row nb * 8 + g.
 // minus_sum[nb][j]: -2^-24 * sum over the unit of activation row nb * 8 + 2 q + j.
 // The sums of quantised kinds come out multiplied by 2^-24.
 template <int KIND, int NB>
-__device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lane, const uint32_t (&b)[NB][8],
-                                              const float (&minus_sum)[NB][2], float (&acc)[NB][4]) {
+__device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, const uint32_t (&b)[NB][8],
+                                               const float (&minus_sum)[NB][2], float (&acc)[NB][4]) {
   if constexpr (KIND == KIND_F16) {
-    uint4 a[4];
-#pragma unroll
-    for (int s = 0; s < 4; ++s) a[s] = *reinterpret_cast<const uint4*>(unit + s * 512 + lane * 16);
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
       float even[4], odd[4];
@@ -53,10 +51,9 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
       for (int i = 0; i < 4; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], __fadd_rn(even[i], odd[i]));
     }
   } else {
-    const uint32_t scales = *reinterpret_cast<const uint32_t*>(unit + Unit<KIND>::DATA + (lane >> 2) * 4);
     const float scale_low = half_to_float((uint16_t)(scales & 0xffff)), scale_high = half_to_float((uint16_t)(scales >> 16));
     if constexpr (KIND == KIND_Q4) {
-      const uint4 w = *reinterpret_cast<const uint4*>(unit + lane * 16);
+      const uint4 w = a[0];
       constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u;
       const uint32_t x8 = w.x >> 8, y8 = w.y >> 8, z8 = w.z >> 8, w8 = w.w >> 8;
 #pragma unroll
@@ -72,8 +69,7 @@ __device__ __forceinline__ void multiply_unit(const unsigned char* unit, int lan
           acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, fmaf(high[i], 0.0625f, low[i]), acc[nb][i]);
       }
     } else {
-      const uint4 w0 = *reinterpret_cast<const uint4*>(unit + lane * 16);
-      const uint4 w1 = *reinterpret_cast<const uint4*>(unit + 512 + lane * 16);
+      const uint4 w0 = a[0], w1 = a[1];
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
         const float start0 = 128.0f * minus_sum[nb][0], start1 = 128.0f * minus_sum[nb][1];

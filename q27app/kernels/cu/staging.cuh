@@ -1,11 +1,11 @@
 // Activation rows on their way into the tensor cores: norm (or gated norm), a scale, fp16, sums of units.
 //
-// A thread takes 4 columns of every 1,024, a warp 128 at a time (one head of the delta rule), half a warp a unit: sums and
+// A thread takes 4 columns of every 2,048, a warp 128 at a time (one head of the delta rule), half a warp a unit: sums and
 // maxima have one order whoever converts a row.
 #pragma once
 #include "quant.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, GATED_HEAD = 128;   // of a group: what shares a row or a tile
+constexpr int THREADS = 512, WARPS = THREADS / 32, GATED_HEAD = 128;
 enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3 };   // where a row comes from
 
 struct Rows {
@@ -13,19 +13,32 @@ struct Rows {
   const float* norm;         // NORMED [cols], GATED [128]
   const float* gate;         // GATED: z of row 0
   const int* row_map;        // row of x for each row, or null
-  uint16_t* halves;          // HALVES: [rows, staged_units * 64]
-  float* minus_sums;         // HALVES: [rows, staged_units]
-  float* inverse;            // HALVES: [rows, splits]
-  int cols, units, wrap, splits, x_stride, gate_stride;
+  uint16_t* halves;          // HALVES: FragmentOrder, staged_units units
+  float* minus_sums;         // HALVES: [staged_units][row groups][8]
+  float* inverse;            // HALVES: [rows]
+  int cols, units, wrap, row_groups, x_stride, gate_stride;   // row_groups: 1, or 2 for more than 8 rows
   float eps;
 };
 
 __device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.wrap : p.units; }
-// First unit of a split: splits hold whole pairs of units where the units are even.
-__device__ __forceinline__ int split_unit(const Rows& p, int split) {
-  const int pair = p.units % 2 ? 1 : 2;
-  return p.units / pair * split / p.splits * pair;
-}
+
+// Where a row's halves go: one row after the other, or as the lanes read them: [unit][row group][half of 16 columns][lane][8].
+struct RowMajor {
+  uint16_t* row;
+  float* sums;       // of the row, 8 floats from unit to unit
+  __device__ __forceinline__ uint16_t* four(int at) const { return row + at * 4; }
+  __device__ __forceinline__ float* sum(int unit) const { return sums + unit * 8; }
+};
+struct FragmentOrder {
+  uint16_t* halves;
+  float* sums;
+  int row, row_groups;
+  __device__ __forceinline__ uint16_t* four(int at) const {
+    const int unit = at / 16, inner = at % 16, lane = (row & 7) * 4 + inner / 4;
+    return halves + (((unit * row_groups + (row >> 3)) * 2 + (inner & 2) / 2) * 32 + lane) * 8 + (inner & 1) * 4;
+  }
+  __device__ __forceinline__ float* sum(int unit) const { return sums + (unit * row_groups + (row >> 3)) * 8 + (row & 7); }
+};
 
 // Four columns of a row before the scale; squares: of what the norm is over.
 template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows& p, const float4* x, const float4* gate, int k, float& squares) {
@@ -44,35 +57,31 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
   return v;
 }
 
-// One row, `units` units from `first`, by one group of a block. stats: [16] shared floats of the group. sums[u * sums_stride].
-template <int SOURCE>
-__device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int units, float* stats, uint16_t* halves, float* sums,
-                                          int sums_stride, float* inverse, int group) {
-  constexpr int KEEP = 5;   // pieces of 1,024 columns that stay in registers between the two passes
-  const int thread = threadIdx.x % THREADS, lane = thread % 32, warp = thread / 32, part = thread % 16;
+// One row by a block of THREADS. stats: [2 WARPS] shared floats.
+template <int SOURCE, class Target>
+__device__ __forceinline__ void stage_row(const Rows& p, int row, float* stats, const Target& target, float* inverse) {
+  constexpr int KEEP = SOURCE == PLAIN ? 5 : SOURCE == GATED ? 2 : 3;   // pieces of 2,048 columns that stay in registers between the two passes
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, part = thread % 16;
   const int source = p.row_map ? p.row_map[row] : row, cols4 = p.cols / 4;
   const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
   const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
-  // A norm is over the whole row, a scale over what is staged.
-  const int begin = SOURCE == NORMED ? 0 : first * (UNIT_COLS / 4);
-  const int end = SOURCE == NORMED ? cols4 : min(cols4, (first + units) * (UNIT_COLS / 4));
   float squares = 0.0f, largest = 0.0f;
   float4 kept[KEEP];
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
-    const int k = begin + thread + i * THREADS;
+    const int k = thread + i * THREADS;
     kept[i] = make_float4(0, 0, 0, 0);
-    if (k < end) kept[i] = staged_value<SOURCE>(p, x, gate, k, squares);
+    if (k < cols4) kept[i] = staged_value<SOURCE>(p, x, gate, k, squares);
     largest = fmaxf(largest, fmaxf(fmaxf(fabsf(kept[i].x), fabsf(kept[i].y)), fmaxf(fabsf(kept[i].z), fabsf(kept[i].w))));
   }
-  for (int k = begin + thread + KEEP * THREADS; k < end; k += THREADS) {
+  for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) {
     const float4 v = staged_value<SOURCE>(p, x, gate, k, squares);
     largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   }
   const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
   largest = warp_max(largest);
   if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
-  group_barrier(group + 1, THREADS);
+  __syncthreads();
   float sum = 0.0f, top = 0.0f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) sum = __fadd_rn(sum, stats[w]), top = fmaxf(top, stats[WARPS + w]);
@@ -80,8 +89,7 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int
   float unscale;
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
   if (thread == 0) *inverse = unscale;
-  const int offset = SOURCE == NORMED ? first * (UNIT_COLS / 4) : 0;   // of the staged columns in what was read
-  const int last = units * (UNIT_COLS / 4);
+  const int last = staged_units(p) * (UNIT_COLS / 4);
   auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
     const uint32_t low = half2_from_floats(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor));
     const uint32_t high = half2_from_floats(__fmul_rn(v.z, factor), __fmul_rn(v.w, factor));
@@ -89,18 +97,18 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, int first, int
                             __fadd_rn(half_to_float((uint16_t)high), half_to_float((uint16_t)(high >> 16))));
 #pragma unroll
     for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
-    if (at < 0 || at >= last) return;
-    *reinterpret_cast<uint2*>(halves + at * 4) = make_uint2(low, high);
-    if (part == 0) sums[at / 16 * sums_stride] = -CODE_SCALE * total;
+    if (at >= last) return;
+    *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
+    if (part == 0) *target.sum(at / 16) = -CODE_SCALE * total;
   };
 #pragma unroll
   for (int i = 0; i < KEEP; ++i)
-    if (i * THREADS < last + offset) convert(thread + i * THREADS - offset, kept[i]);
-  for (int i = KEEP * THREADS; i < last + offset; i += THREADS) {
-    const int k = begin + thread + i;
+    if (i * THREADS < last) convert(thread + i * THREADS, kept[i]);
+  for (int i = KEEP * THREADS; i < last; i += THREADS) {
+    const int k = thread + i;
     float unused = 0.0f;
     float4 v = make_float4(0, 0, 0, 0);
-    if (k < end) v = staged_value<SOURCE>(p, x, gate, k, unused);
-    convert(thread + i - offset, v);
+    if (k < cols4) v = staged_value<SOURCE>(p, x, gate, k, unused);
+    convert(k, v);
   }
 }

@@ -172,6 +172,8 @@ inline bool __any_sync(unsigned, bool value) {
 }
 template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
 template <class T> T atomicMin(T* at, T value) { T old = *at; if (value < old) *at = value; return old; }
+inline void load_once_16(uint4& v, const void* at, bool wanted) { if (wanted) v = *reinterpret_cast<const uint4*>(at); }
+inline void load_once_4(unsigned& v, const void* at, bool wanted) { if (wanted) v = *reinterpret_cast<const unsigned*>(at); }
 template <class T> T __ldcg(const T* at) { return *at; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
@@ -183,6 +185,15 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned v) { float u; memcpy(&u, &v, 4); return u; }
+inline int block_anew() { return (int)blockIdx.x; }
+// Blocks run one after the other: what a block waits for has been posted.
+inline void post_word(uint32_t* at, float value) { const unsigned bits = ~__float_as_uint(value); *at = bits ? bits : ~0x7fc00000u; }
+inline float take_word(uint32_t* at) {
+  if (*at == 0) { fprintf(stderr, "a word was taken that no block has posted\n"); abort(); }
+  const unsigned bits = *at;
+  *at = 0;
+  return __uint_as_float(~bits);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   const uint64_t both = (uint64_t)b << 32 | a;
   unsigned out = 0;
