@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_weights import (
-    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight,
-    row_shares, rows_shared_bytes,
+    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
 
@@ -92,7 +91,7 @@ class LinearStages:
         if gated:
             rows_in.gate, rows_in.gate_stride = gated.gate + 4 * gated.stride * start, gated.stride
         rows_in.cols, rows_in.units, rows_in.wrap, rows_in.x_stride = weight.shape[1], weight.units, weight.wrap, x.shape[1]
-        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True) <= card.shared_bytes
+        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True) <= card.shared_bytes   # very wide rows are not
         rows_in.row_groups = 2 if rows > 8 else 1
         if not fused:
             rows_in.halves, rows_in.minus_sums, rows_in.inverse = backend.scratch.staged
@@ -103,7 +102,7 @@ class LinearStages:
         args.out, args.border = out.row(start), backend.scratch.border
         args.segments, args.num_segments = weight.segment_args(), len(weight.segments)
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
-        shares = row_shares(max(1, card.num_sms), weight.segments, weight.units)
+        shares = weight.shares
         args.total, args.whole, args.share, args.extra = shares.total, int(shares.whole), *divmod(shares.total, shares.blocks)
         args.per_unit, args.per_block = _reciprocal(weight.units), _reciprocal(shares.blocks)
         shared = rows_shared_bytes(rows, weight.activation_units, fused)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +27,10 @@ UNIT_LENGTHS = {KIND_Q4: 1, KIND_Q8: 2, KIND_F16: 4}
 UNIT_COLS, TILE_ROWS, GROUP_TILES, ROUND_GROUPS = 64, 16, 2, 16
 WHOLE_LOSS = 0.04
 """Blocks take whole groups where that leaves the largest share at most so much above the mean."""
+
 BORDER_BYTES = GROUP_TILES * 16 * TILE_ROWS * 4
 """Of the sums that a block leaves to the next."""
+
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
 
@@ -49,6 +52,50 @@ class Segment:
     def args(self) -> cuda_args.Segment:
         return cuda_args.Segment(self.first_tile, self.num_tiles, self.first_row, self.num_rows, self.kind,
                                  self.tile_bytes, self.offset)
+
+
+@dataclass(frozen=True)
+class RowShares:
+    """How the row family shares a row list out (linear_rows.cu): block b takes the line of units from border b to border b + 1,
+    `total` b / blocks snapped. total: length of all units; whole: to the nearest end of a group, else down to the end of a unit."""
+
+    blocks: int
+    total: int
+    whole: bool
+
+    def borders(self, segments: Sequence[Segment], units: int) -> list[int]:
+        """[blocks + 1] positions on the line, as the kernel finds them."""
+        out, start, index = [], 0, 0
+        for block in range(self.blocks):
+            share, extra = divmod(self.total, self.blocks)
+            position = share * block + extra * block // self.blocks
+            while position >= start + group_count(segments[index]) * units * UNIT_LENGTHS[segments[index].kind]:
+                start += group_count(segments[index]) * units * UNIT_LENGTHS[segments[index].kind]
+                index += 1
+            length = UNIT_LENGTHS[segments[index].kind]
+            within = (position - start) % (units * length)
+            if not self.whole:
+                out.append(position - within % length)
+            else:
+                out.append(position - within if within < units * length - within else position - within + units * length)
+        return [*out, self.total]
+
+
+def group_count(segment: Segment) -> int:
+    return -(-segment.num_tiles // GROUP_TILES)
+
+
+def row_shares(num_sms: int, segments: Sequence[Segment], units: int) -> RowShares:
+    """Equal shares for at most num_sms blocks, none of them empty; a group lies in two blocks at most."""
+    groups, lengths = sum(map(group_count, segments)), [units * UNIT_LENGTHS[segment.kind] for segment in segments]
+    total = sum(group_count(segment) * length for segment, length in zip(segments, lengths, strict=True))
+    blocks = max(1, min(num_sms, groups))
+    whole = RowShares(blocks, total, True)
+    borders = whole.borders(segments, units)
+    sizes = [end - start for start, end in pairwise(borders)]
+    if min(sizes) > 0 and max(sizes) * blocks <= total * (1 + WHOLE_LOSS):
+        return whole
+    return RowShares(max(1, min(blocks, total // max(lengths))), total, False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +127,7 @@ class CudaWeight:
     units: int
     wrap: int
     paired: bool
+    shares: RowShares
 
     @property
     def num_tiles(self) -> int:
@@ -97,27 +145,6 @@ class CudaWeight:
 
     def segment_args(self):
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
-
-
-@dataclass(frozen=True)
-class RowShares:
-    """How the row family shares a row list out (linear_rows.cu). total: length of all units; whole: blocks take whole groups."""
-
-    blocks: int
-    total: int
-    whole: bool
-
-
-def row_shares(num_sms: int, segments: Sequence[Segment], units: int) -> RowShares:
-    """Equal shares for at most num_sms blocks; a group lies in two blocks at most."""
-    groups = [-(-segment.num_tiles // GROUP_TILES) for segment in segments]
-    lengths = [units * UNIT_LENGTHS[segment.kind] for segment in segments]
-    total = sum(count * length for count, length in zip(groups, lengths, strict=True))
-    blocks = max(1, min(num_sms, sum(groups)))
-    loss = -(-sum(groups) // blocks) * blocks / sum(groups) - 1
-    if loss <= WHOLE_LOSS:
-        return RowShares(blocks, total, True)
-    return RowShares(max(1, min(blocks, total // max(lengths))), total, False)
 
 
 def rows_shared_bytes(rows: int, units: int, fused: bool) -> int:
@@ -181,7 +208,7 @@ class Loader:
             stride = segment.tile_bytes * (2 if paired else 1)
             self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
         shape = (sum(tensor.rows for tensor in tensors), cols)
-        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired)
+        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired, shares)
         self._backend.reserve_for(weight)
         return weight
 

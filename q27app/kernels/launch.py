@@ -26,6 +26,14 @@ CONTEXT_BYTES = 600 << 20
 LIKELY_CONTEXT = range(32 << 20, 1 << 30)
 """Where others took or gave memory at the same moment, a difference is outside of this and CONTEXT_BYTES stands for it."""
 
+USUAL_CARVEOUT = 50
+"""Percent of a multiprocessor's first cache that is shared memory, one division for all kernels of a decode step: it must
+drain before it changes it. The other half keeps activations near the row family; a kernel that needs more shared memory
+gets it all the same, the number is a wish."""
+
+LARGE_SHARED = ("linear_tiles", "attend_prefill", "delta_chunk")
+"""Sources of a prompt's large kernels, some of them two blocks a multiprocessor: all of it is shared memory."""
+
 MAX_CONFIGS = 4096
 """Shapes of launches that are kept."""
 
@@ -251,7 +259,7 @@ class CudaDevice:
             functions = {}
             for function in self._check(self._driver.cuModuleEnumerateFunctions(count, module)):
                 name = self._check(self._driver.cuFuncGetName(function)).decode()
-                self._allow_shared(function, name)
+                self._allow_shared(function, name, 100 if job.source in LARGE_SHARED else USUAL_CARVEOUT)
                 functions[name] = function
             self._modules[job] = functions
         return self._modules[job]
@@ -268,16 +276,15 @@ class CudaDevice:
                 self.compiler.forget(job)
         return self._check((code,))
 
-    def _allow_shared(self, function: Any, name: str) -> None:
+    def _allow_shared(self, function: Any, name: str, carveout: int) -> None:
         attribute = self._driver.CUfunction_attribute
         static = self._check(self._driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
         if static > self.card.shared_bytes:
             raise GpuError(f"{name} takes {static} bytes of shared memory, the limit here is {self.card.shared_bytes}.")
         self._check(self._driver.cuFuncSetAttribute(
             function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.card.shared_bytes - static))
-        # One division of cache and shared memory for all: a multiprocessor must drain before it changes it.
         self._check(self._driver.cuFuncSetAttribute(
-            function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
+            function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, carveout))
 
     def launch(self, function: Any, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool) -> None:

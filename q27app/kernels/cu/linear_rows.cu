@@ -8,58 +8,15 @@
 // Numbers:   activations scaled per row, its peak to 2^14, then fp16; exact products; f32 sums in a fixed order: units of a
 //            warp ascending, warps ascending, blocks ascending, whatever the rows. Bound: memory.
 //
-// Two tiles make a group; the units of all groups, one after the other, are shared out evenly: a block takes an equal part of
+// The units of all groups, one after the other, are shared out evenly (row_shares.cuh): a block takes an equal part of
 // them, a warp an equal part of its block's. So every multiprocessor reads as many bytes as the others, and nobody waits for
 // anybody before the end. Each lane reads its 16 bytes of a unit straight into registers, an item ahead, the first of them before
 // the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks is
 // finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
 // One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before.
-#include "staging.cuh"
+#include "row_shares.cuh"
 
-constexpr int MAX_SEGMENTS = 4, GROUP_TILES = 2, BLOCK_WARPS = 16, BLOCK = 32 * BLOCK_WARPS, MAX_ROWS = 16;
-constexpr int ROUND_GROUPS = 16;   // between two barriers: a warp's part then lies in two groups at most
-constexpr int BORDER_WORDS = GROUP_TILES * MAX_ROWS * TILE_ROWS;
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
-
-struct LinearRows {
-  const unsigned char* weights;
-  float* out;
-  uint32_t* border;            // [blocks + 1][tile of a group][MAX_ROWS][TILE_ROWS], zero between launches
-  Rows rows_in;
-  Segment segments[MAX_SEGMENTS];
-  int num_segments, rows, out_stride, out_rows, total, whole;   // total: length of all units; whole: blocks take whole groups
-  int share, extra;            // total = share * blocks + extra
-  uint32_t per_unit, per_block;   // 2^32 / units, 2^32 / blocks, rounded up: `divided`
-};
-
-// n / d by d's reciprocal; exact while n d < 2^32.
-__device__ __forceinline__ int divided(int n, uint32_t reciprocal) { return (int)(((unsigned long long)(uint32_t)n * reciprocal) >> 32); }
-// Length of a unit, about its bytes / 512, is a power of two.
-__device__ __forceinline__ int unit_shift(int kind) { return kind == KIND_Q4 ? 0 : kind == KIND_Q8 ? 1 : 2; }
-__device__ __forceinline__ int groups_of(const Segment& segment) { return (segment.num_tiles + GROUP_TILES - 1) / GROUP_TILES; }
-
-// A group on the line of all units.
-struct Group {
-  int segment, index, number, start, end;   // index: within its segment, number: of all
-};
-__device__ __forceinline__ Group group_at(const LinearRows& p, int position) {
-  int before = 0, number = 0, segment = 0;
-  for (; segment + 1 < p.num_segments; ++segment) {
-    const int length = groups_of(p.segments[segment]) * p.rows_in.units << unit_shift(p.segments[segment].kind);
-    if (position < before + length) break;
-    before += length, number += groups_of(p.segments[segment]);
-  }
-  const int shift = unit_shift(p.segments[segment].kind), each = p.rows_in.units << shift;
-  const int index = p.rows_in.units == 1 ? (position - before) >> shift : divided((position - before) >> shift, p.per_unit);
-  return {segment, index, number + index, before + index * each, before + (index + 1) * each};
-}
-// Down to the border of a unit, or to the nearest border of a group.
-__device__ __forceinline__ int snapped(const LinearRows& p, int position, bool to_group) {
-  if (position >= p.total) return p.total;
-  const Group g = group_at(p, position);
-  if (to_group) return position - g.start < g.end - position ? g.start : g.end;
-  return position - ((position - g.start) & ((1 << unit_shift(p.segments[g.segment].kind)) - 1));
-}
 
 template <int SOURCE_, int EPILOGUE_, int NB_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_;
@@ -167,7 +124,7 @@ template <int KIND, class S> struct Stream {
       }
   }
 
-  // first_place: groups of this part before the segment that the warp has left already. Returns places used up.
+  // place: groups of this round that the warp has left already. Returns them with those of this part.
   __device__ __forceinline__ int run(const LinearRows& p, const Segment& segment, const Memory<S>& m, Flight& flight, int warp, int lane, int place) {
     float acc[GROUP_TILES][S::NB][4] = {};
 #pragma unroll 1
@@ -190,38 +147,6 @@ template <int KIND, class S> struct Stream {
       if (group != was || left == 0) leave(m, acc, warp, lane, place++);
     }
     return place;
-  }
-};
-
-// The block's part, round by round.
-template <class S> struct Share {
-  int begin, end, rounds;
-  Group first, last;
-  __device__ __forceinline__ static int border(const LinearRows& p, int block) {
-    return p.share * block + (gridDim.x == 1 ? p.extra * block : divided(p.extra * block, p.per_block));
-  }
-  // Called again where the shares are needed again: kept, they would take registers from the loads in flight.
-  __device__ __forceinline__ void open(const LinearRows& p) {
-    const int block = block_anew();
-    begin = snapped(p, border(p, block), p.whole), end = snapped(p, border(p, block + 1), p.whole);
-    first = group_at(p, begin), last = group_at(p, end - 1);
-    rounds = max(1, (last.number - first.number + ROUND_GROUPS) / ROUND_GROUPS);
-  }
-  __device__ __forceinline__ int group_start(const LinearRows& p, int number) const {
-    int before = 0;
-    for (int i = 0; i < p.num_segments; ++i) {
-      const int groups = groups_of(p.segments[i]), each = p.rows_in.units << unit_shift(p.segments[i].kind);
-      if (number < groups || i + 1 == p.num_segments) return before + number * each;
-      number -= groups, before += groups * each;
-    }
-    return before;
-  }
-  __device__ __forceinline__ int round_group(int round) const { return min(last.number + 1, first.number + ((last.number - first.number + rounds) / rounds) * round); }
-  __device__ __forceinline__ int round_start(const LinearRows& p, int round) const {
-    return round == 0 ? begin : round == rounds ? end : group_start(p, round_group(round));
-  }
-  __device__ __forceinline__ int warp_start(const LinearRows& p, int low, int high, int warp) const {
-    return warp == BLOCK_WARPS ? high : snapped(p, low + (high - low >> 4) * warp + (((high - low & 15) * warp) >> 4), false);
   }
 };
 
@@ -251,7 +176,7 @@ template <class S> __device__ __forceinline__ float sum_of_warps(const Memory<S>
 }
 
 // Sums of a round's groups, to where they belong: out, the block's head, or the border with the next block.
-template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share<S>& share, const Memory<S>& m, int low, int high) {
+template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share& share, const Memory<S>& m, int low, int high) {
   const int first = group_at(p, low).number, groups = group_at(p, high - 1).number - first + 1;
   constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
   constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
@@ -280,7 +205,7 @@ template <class S> __device__ __forceinline__ void reduce_round(const LinearRows
 }
 
 // The group that the block before began: its sums, then this block's.
-template <class S> __device__ __forceinline__ void finish_head(const LinearRows& p, const Share<S>& share, const Memory<S>& m) {
+template <class S> __device__ __forceinline__ void finish_head(const LinearRows& p, const Share& share, const Memory<S>& m) {
   constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
   constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
   for (int o = threadIdx.x; o < EACH * p.rows; o += BLOCK) {
@@ -309,7 +234,7 @@ template <class S> __device__ __forceinline__ void touch(const LinearRows& p, in
   if (seen == 0xfffefffeu) asm volatile("" ::"r"(seen));
 }
 
-// A warp's part of a round. Returns whether there is a round after it.
+// A warp's part of a round, segment by segment.
 template <class S> __device__ __forceinline__ void run_round(const LinearRows& p, const Memory<S>& m, int round, int from, int to) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Flight flight = {};
@@ -346,7 +271,7 @@ template <class S> __device__ __forceinline__ void run_round(const LinearRows& p
 }
 
 // For the sums of a round: which groups the warp was in, and where it was the first or the last.
-template <class S> __device__ __forceinline__ void note_edges(const LinearRows& p, const Share<S>& share, const Memory<S>& m, int low, int high, int from, int to) {
+template <class S> __device__ __forceinline__ void note_edges(const LinearRows& p, const Share& share, const Memory<S>& m, int low, int high, int from, int to) {
   if (threadIdx.x % 32) return;
   const int warp = threadIdx.x / 32, first = group_at(p, low).number;
   int* first_group = m.edges + 2 * ROUND_GROUPS + warp;
@@ -371,13 +296,13 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
   for (int round = 0;; ++round) {
     int from, to;
     {
-      Share<S> share;
+      Share share;
       share.open(p);
       const int low = share.round_start(p, round), high = share.round_start(p, round + 1), warp = threadIdx.x / 32;
       from = share.warp_start(p, low, high, warp), to = share.warp_start(p, low, high, warp + 1);
     }
     run_round<S>(p, m, round, from, to);
-    Share<S> share;
+    Share share;
     share.open(p);
     const int low = share.round_start(p, round), high = share.round_start(p, round + 1);
     note_edges<S>(p, share, m, low, high, from, to);
