@@ -138,6 +138,14 @@ class Guide:
         """Whether nothing is constrained until `advance` is called again."""
         return self._grammar is None or self._parser.channel == "reasoning"
 
+    @property
+    def may_divert(self) -> bool:
+        """Whether the next token may be dropped or followed by forced ones, and the answer go on: the closer, after
+        end-of-text or with the budget used up."""
+        reasons = self._parser.channel == "reasoning"
+        is_last = self._budget is not None and self.num_reasoning + reasons >= self._budget
+        return is_last or (reasons and not self.is_continued and bool(self._eos_ids))
+
     def mask(self, prefix: Sequence[int]) -> np.ndarray | None:
         """Allowed ids after everything shown plus `prefix`; None = all. Nothing is constrained while reasoning."""
         if self.is_open:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from q27app.kernels.batch import MAX_DECODE_ROWS
+
 PRIOR = 0.7
 WINDOW, PULL = 32, 4.0
 PRICE_WEIGHT = 1 / 8
@@ -85,14 +87,18 @@ class DepthControl:
             self._agreed[depth] += (depth < num_accepted) - self._agreed[depth] / WINDOW
         self._num_steps += 1
 
+    def rested(self) -> None:
+        """A step without drafts."""
+        self._num_steps += 1
+
     def choose(self, prices: PassPrices, limit: int, needs_steps: bool, sequences: int = 1) -> int:
-        """Depth from 0 to min(cap, limit). sequences: that share the pass and draft alike."""
+        """Depth from 0 to min(cap, limit). sequences: that share the pass and draft alike, as far as it has rows."""
         best, best_rate, gain, run, shares = 0, 0.0, 1.0, 1.0, self.shares
         for depth in range(min(self.cap, limit) + 1):
             if depth:
                 run *= shares[depth - 1]
                 gain += run
-            cost = prices.pass_ms(sequences * (1 + depth)) + (depth * prices.step_ms if needs_steps else 0.0)
+            cost = prices.pass_ms(max(sequences, min(sequences * (1 + depth), MAX_DECODE_ROWS))) + (depth * prices.step_ms if needs_steps else 0.0)
             if gain / cost > best_rate:
                 best, best_rate = depth, gain / cost
         if self._num_steps % EXPLORE == EXPLORE - 1:

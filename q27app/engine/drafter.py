@@ -15,7 +15,7 @@ class Drafter(Protocol):
     """Passes shall write the draft layer's keys and values."""
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> Seq[Seq[int]]:
-        """Guesses at what follows each sequence's last token: at most limits[i] (>= 1) ids for sequences[i], [] for none.
+        """Guesses at what follows each sequence's last token: at most limits[i] (>= 0) ids for sequences[i], [] for none.
         An id may be `batch.in_flight`: known to the device alone.
 
         All sequences of the coming pass that may take drafts are asked at once, so that a draft layer reads its weights
@@ -26,6 +26,11 @@ class Drafter(Protocol):
     def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
         """A decode or verify pass of these sequences has been queued, one known row and drafted[i] drafts each. What can be begun
         now runs on the device while the host looks at the pass; see `Sequence.is_diverted` for where it was begun in vain."""
+        ...
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        """Whether none of them will be given drafts for the pass behind the plain one that was queued for them, whatever that
+        draws. Asked once for each such pass."""
         ...
 
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:

@@ -108,7 +108,7 @@ class Drafts:
         drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
         for sequence, found in zip(sequences, drafts, strict=True):
             self._state(sequence).sources = ["suffix"] * len(found)
-        if self._mtp is not None and not self._land(sequences, limits, drafts):
+        if self._mtp is not None and not self._land(sequences, limits, drafts) and not self._is_crowded(together):
             self._chains(sequences, limits, drafts)
         return drafts
 
@@ -116,7 +116,7 @@ class Drafts:
         """Begin the next chains before anybody knows where they begin, unless the text repeats: then drafts are free, or a
         chain is worth more with what the repeat adds to it, and both must be known first."""
         self._flight = None
-        if self._mtp is None or not self.runs_ahead or len(sequences) > MAX_DECODE_ROWS // 2:
+        if self._mtp is None or not self.runs_ahead or self._is_crowded(len(sequences)) or len(sequences) > MAX_DECODE_ROWS // 2:
             return
         if not self._prices.step_ms and not self._fixed:
             return  # a chain that is waited for tells its price
@@ -130,6 +130,29 @@ class Drafts:
             self._mtp.start_ahead(sequences, steps)
             self._flight = Flight(list(sequences), known, [sequence.num_steps + 1 for sequence in sequences])
             self.num_begun += 1
+
+    def _is_crowded(self, together: int) -> bool:
+        """So many that not each of them has room for a draft. What chains bring to some is less than what a pass behind a pass
+        brings to all."""
+        return together > MAX_DECODE_ROWS // 2 and not self._fixed
+
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        if len(sequences) >= MAX_DECODE_ROWS:
+            return True
+        if self._flight is not None or self._fixed:
+            return False
+        if self._uses_suffix and any(index_of(sequence).match_length for sequence in sequences):
+            return False
+        if self._mtp is None or self._is_crowded(len(sequences)):
+            return True
+        share = MAX_DECODE_ROWS // len(sequences) - 1
+        depths = [self._depth(self._state(sequence).mtp, min(self._cap, share, sequence.room - 2), True, len(sequences))
+                  for sequence in sequences]
+        if any(depth > 0 for depth in depths):
+            return False
+        for sequence in sequences:
+            self._state(sequence).mtp.rested()
+        return True
 
     def _depth_ahead(self, sequence: Sequence, limit: int, together: int) -> int | None:
         """Drafts of a chain that is begun ahead; None: it must not be, for others will be better."""

@@ -46,6 +46,7 @@ class Guide(Protocol):
         ...
 
     # is_open: bool, optional: `mask` gives None for any prefix until `advance` is called again.
+    # may_divert: bool, optional: `advance`, shown one token more, may drop it or force others and go on; without it, it may.
 
     def mask(self, prefix: Seq[int]) -> np.ndarray | None:
         """Allowed ids after everything advanced so far plus `prefix` (drafts of this step).

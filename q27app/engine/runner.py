@@ -73,8 +73,9 @@ class Runner:
     def num_fresh(self) -> int:
         return self.model.num_fresh
 
-    def start(self, work: Work) -> Pass:
-        """Launch a pass and its draws. A deferred pass waits for `commit`, unless it commits what is accepted. Raises Q27Error."""
+    def start(self, work: Work, goes_ahead: bool = True) -> Pass:
+        """Launch a pass and its draws. A deferred pass waits for `commit`, unless it commits what is accepted. Raises Q27Error.
+        goes_ahead: drafts for the pass behind it may be begun."""
         backend = self.model.backend
         places = _logit_places(work)
         batch = make_batch(work, [row for place in places for row in place])
@@ -86,14 +87,14 @@ class Runner:
                 backend.accept()
                 if work.commits_what_is_accepted:
                     backend.commit()
-            if self._go_ahead is not None and work.phase != "prefill" and _draws_alone(work):
+            if goes_ahead and self._go_ahead is not None and work.phase != "prefill" and _draws_alone(work):
                 self._go_ahead([part.sequence for part in work.parts], [part.num_drafts for part in work.parts])
         return running
 
     def start_behind(self, work: Work) -> Pass:
         """Launch a decode pass behind the one that was started, whose draws are its tokens. `finish` that one next."""
         self.model.backend.hold()
-        return self.start(work)
+        return self.start(work, goes_ahead=False)
 
     def finish(self, running: Pass) -> list[Drawn]:
         """Wait for a pass; one result a part. Raises Q27Error."""

@@ -273,8 +273,6 @@ class Scheduler:
             return
         share, rest = divmod(room, len(able))
         limits = [min(share + (index < rest), sequence.room - 1) for index, sequence in enumerate(able)]
-        able = [sequence for sequence, limit in zip(able, limits, strict=True) if limit]
-        limits = [limit for limit in limits if limit]
         for sequence, limit, drafts in zip(able, limits, self.drafter.propose(able, limits), strict=True):
             assert len(drafts) <= limit and all(token < self.vocab_size for token in drafts), list(drafts)
             sequence.drafts = self._before_end(sequence, drafts)

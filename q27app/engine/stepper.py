@@ -154,6 +154,7 @@ class Stepper:
             if work.is_deferred and not work.commits_what_is_accepted:
                 self._runner.commit(work.rows_to_commit(cuts))
             self._scheduler.apply(work, drawn, cuts)
+            self._check_behind()
         except (GpuError, EngineDied):
             raise
         except Q27Error as error:
@@ -167,6 +168,13 @@ class Stepper:
         following = work_after(self._scheduler, work)
         if following is not None:
             self._behind = self._runner.start_behind(following)
+
+    def _check_behind(self) -> None:
+        """The pass that was started behind has computed what was drawn as part of the text."""
+        for part in self._behind.work.parts if self._behind is not None else ():
+            if part.sequence.is_diverted and not part.sequence.is_finished:
+                problem = Q27Error("the request's guide drops or forces tokens where it had said that it would not.")
+                self._scheduler.finish(part.sequence, FinishReason.ERROR, problem)
 
     def _deliver(self) -> None:
         """Hand out the events, in order. A receiver that raises loses its request: `_end_lost` cancels it."""

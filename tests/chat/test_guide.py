@@ -212,3 +212,23 @@ def test_the_channel_is_known_at_every_token_though_the_parser_is_shown_texts_la
             guide.advance((token,))
             parser.feed(detokenizer.push((token,)))
             assert (guide.channel, guide.num_reasoning) == (parser.channel, num_reasoning), text
+
+
+@pytest.mark.parametrize("channel", ["text", "reasoning"])
+@pytest.mark.parametrize("budget", [None, 0, 3, 40])
+@pytest.mark.parametrize("eos_ids", [None, ()])
+def test_a_guide_that_says_so_keeps_the_next_token_and_forces_nothing_or_ends(tokenizer, channel, budget, eos_ids):
+    """Whatever the token is: end-of-text, tags, blanks, letters."""
+    tags = [encode(tokenizer, text) for text in ("</think>", "<think>", "<|im_end|>", "a", "\n\n", "> <")]
+    certain = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        guide = make_guide(tokenizer, ("stop",), channel, budget, eos_ids=eos_ids)
+        for token in (token for _ in range(40) for token in rng.choice(tags)):
+            may_divert = guide.may_divert
+            decision = guide.advance([token])
+            assert may_divert or decision.finish or (decision.keep == 1 and not decision.force)
+            certain += not may_divert
+            if decision.finish:
+                break
+    assert certain or budget == 0

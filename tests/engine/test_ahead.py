@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from q27app.engine.depth import EXPLORE, PassPrices
+from q27app.engine.drafts import Drafts
 from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.engine.sequence import Sequence
 from q27app.kernels.batch import Batch
 from tests.engine.conversations import settle_all
 from tests.engine.toy import VOCAB, Desk, ScriptedDrafter, TableGuide, expected_text, mix
@@ -51,11 +54,59 @@ def test_a_request_whose_next_row_hangs_on_its_draw_is_not_started_ahead(what):
     text = expected_text(prompt_of(5), 20)
     desk = Desk(slots=2, drafter=ScriptedDrafter({"r0": text}) if what == "drafter" else None)
     found = flights(desk)
-    options = {"guide": {"guide": TableGuide()}, "penalty": {"presence_penalty": 0.5}, "logprobs": {"logprobs": 2}}.get(what, {})
+    options = {"guide": {"guide": TableGuide(mask_at=lambda index: None)}, "penalty": {"presence_penalty": 0.5}, "logprobs": {"logprobs": 2}}.get(what, {})
     desk.ask(prompt_of(5), 20, **options)
     other = desk.ask(prompt_of(6, 3), 20)
     desk.run()
     assert not any(found[:-1]) and other.tokens == expected_text(prompt_of(6, 3), 20)
+
+
+@pytest.mark.parametrize("at, tokens", [
+    ({}, 20),
+    ({6: (True, (), "stop")}, 7),
+    ({6: (False, (), "length")}, 6),
+])
+def test_a_guide_that_only_ends_an_answer_is_started_ahead(at, tokens):
+    desk = Desk(slots=2)
+    found = flights(desk)
+    answer, other = desk.ask(prompt_of(5), 20, guide=TableGuide(at)), desk.ask(prompt_of(6, 3), 25)
+    desk.run()
+    assert answer.tokens == expected_text(prompt_of(5), 20)[:tokens] and other.tokens == expected_text(prompt_of(6, 3), 25)
+    assert found == [False] + [True] * (len(found) - 1)
+
+
+@pytest.mark.parametrize("index", [0, 1, 4, 5])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_guide_may_force_is_waited_for(index, keeps):
+    force, texts = (7, 8, 9), []
+    for is_ahead in (False, True):
+        desk = Desk(slots=2)
+        desk.model.backend.is_ahead = is_ahead
+        found = flights(desk)
+        answer, other = desk.ask(prompt_of(5), 20, guide=TableGuide({index: (keeps, force, None)})), desk.ask(prompt_of(6, 3), 25)
+        desk.run()
+        texts.append((answer.tokens, other.tokens))
+        assert sum(found) > 10 if is_ahead else not any(found)
+    assert texts[0] == texts[1]
+
+
+def test_a_guide_that_forces_where_it_said_it_would_not_ends_its_own_request_alone():
+    class Liar(TableGuide):
+        may_divert = False
+
+    desk = Desk(slots=2)
+    liar, other = desk.ask(prompt_of(5), 20, guide=Liar({6: (True, (3,), None)})), desk.ask(prompt_of(6, 3), 25)
+    desk.run()
+    assert liar.finish is FinishReason.ERROR and other.tokens == expected_text(prompt_of(6, 3), 25)
+
+
+def test_a_drafter_that_rests_lets_passes_go_ahead():
+    desk = Desk(slots=2, drafter=ScriptedDrafter({}))
+    desk.loaded.drafter.rests = lambda sequences: True
+    found = flights(desk)
+    answer = desk.ask(prompt_of(5), 20)
+    desk.run()
+    assert answer.tokens == expected_text(prompt_of(5), 20) and found == [False] + [True] * 18
 
 
 def test_an_end_of_text_leaves_a_row_in_vain_and_its_slot_to_the_next_request():
@@ -102,3 +153,39 @@ def test_sixteen_streams_leave_no_row_for_drafts_and_go_ahead():
     answers = [desk.ask(prompt_of(3, seed), 12) for seed in range(16)]
     desk.run()
     assert any(found) and all(answer.tokens == expected_text(prompt_of(3, seed), 12) for seed, answer in enumerate(answers))
+
+
+def sequences_of(count: int, repeats: bool = False) -> list[Sequence]:
+    prompts = [prompt_of(30, seed) + (prompt_of(30, seed)[:20] if repeats else ()) for seed in range(count)]
+    return [Sequence(Request(f"r{seed}", prompt, SamplingParams(max_tokens=100)), lambda event: None, 100)
+            for seed, prompt in enumerate(prompts)]
+
+
+def test_looking_for_repeats_rests_until_the_text_repeats():
+    drafts = Drafts(None, True, 15, PassPrices())
+    assert drafts.rests(sequences_of(3))
+    assert not drafts.rests([*sequences_of(2), *sequences_of(1, repeats=True)])
+    assert drafts.rests(sequences_of(16, repeats=True))
+
+
+def test_chains_rest_where_they_do_not_pay_and_are_tried_now_and_then():
+    prices = PassPrices()
+    for rows in (1, 4, 8, 16):
+        prices.record_pass(rows, 4.0 + rows)
+    prices.record_step(0.3)
+    drafts, sequences = Drafts(object(), True, 15, prices), sequences_of(4)
+    assert not drafts.rests(sequences)
+    for sequence in sequences:
+        for _ in range(50):
+            drafts._state(sequence).mtp.observe(1, 0)
+    rested = [drafts.rests(sequences) for _ in range(2 * EXPLORE)]
+    assert rested.count(False) > 0 and rested.index(False) == EXPLORE - 1 - 50 % EXPLORE and not any(rested[rested.index(False):])
+
+
+def test_chains_rest_where_not_everybody_has_room_for_a_draft():
+    prices = PassPrices()
+    prices.record_pass(1, 4.0)
+    prices.record_step(0.01)
+    drafts = Drafts(object(), False, 15, prices)
+    assert not drafts.rests(sequences_of(8)) and drafts.rests(sequences_of(9))
+    assert drafts.propose(sequences_of(9), [1] * 7 + [0] * 2) == [[]] * 9

@@ -153,7 +153,7 @@ class Broken(TableGuide):
 
     def __init__(self, fault):
         super().__init__()
-        self.fault = fault
+        self.fault, self.is_open = fault, False
 
     def advance(self, tokens):
         decision = super().advance(tokens)
@@ -192,6 +192,7 @@ def test_after_a_cut_the_state_holds_the_kept_tokens_and_nothing_else(keeps, ind
     """Looked at when the sequence ends: the slot's hash is that of the computed tokens, all of them kept ones."""
     for drafter in (None, ScriptedDrafter({"a": TEXT})):
         desk = Desk(drafter=drafter)
+        desk.model.backend.is_ahead = False   # a pass behind the last one leaves a row in vain, which nobody reads
         held = {}
         finish = desk.stepper._scheduler.finish
 

@@ -336,6 +336,9 @@ class ScriptedDrafter:
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         return [self._one(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
 
+    def rests(self, sequences: Seq[Sequence]) -> bool:
+        return len(sequences) == 16
+
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         pass
 
@@ -368,8 +371,14 @@ class TableGuide:
     Indices count what the guide was shown and kept or dropped. mask_at: index of a token to be drawn -> allowed ids."""
 
     def __init__(self, at: dict[int, tuple[bool, tuple[int, ...], str | None]] | None = None,
-                 mask_at: Callable[[int], set[int] | None] = lambda index: None) -> None:
-        self.at, self.mask_at, self.seen = at or {}, mask_at, 0
+                 mask_at: Callable[[int], set[int] | None] | None = None) -> None:
+        self.at, self.mask_at, self.seen = at or {}, mask_at or (lambda index: None), 0
+        self.is_open = mask_at is None
+
+    @property
+    def may_divert(self) -> bool:
+        keeps, force, finish = self.at.get(self.seen, (True, (), None))
+        return finish is None and (not keeps or bool(force))
 
     def advance(self, tokens: Seq[int]) -> Say:
         for place in range(len(tokens)):
