@@ -122,13 +122,15 @@ def end_report(report: Report, options: dict[str, Any], problem: BaseException |
 @click.option("--template", metavar="auto|json|xml", help="How a conversation becomes a prompt; which tool dialect.")
 @click.option("--count", type=click.IntRange(1), help="Examples of each task and split; all of them by default.")
 @click.option("--task", "tasks", multiple=True, metavar="T", help="Only this task; may be given several times.")
+@click.option("--split", "splits", multiple=True, metavar="held|new|blind", help="Only this split; may be given several times.")
 @click.option("--failures", is_flag=True, help="Also print every wrong answer, to standard error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def demo_eval(model: str, backend: str | None, template: str | None, count: int | None, tasks: tuple[str, ...],
-              failures: bool, as_json: bool) -> None:
+              splits: tuple[str, ...], failures: bool, as_json: bool) -> None:
     """Score the bundled model on its held-out sets.
 
-    Two splits: "held" has other values, "new" also other wordings, names and tools than the training text.
+    Splits: "held" has other values, "new" also other wordings, names and tools than the training text; "blind", for calls
+    and recall, was never looked at while the text was made.
     """
     from q27app.bench.demo_eval import load_cases, scores, table
     from q27app.bench.stamp import make_stamp, stamp_lines
@@ -138,7 +140,7 @@ def demo_eval(model: str, backend: str | None, template: str | None, count: int 
     from q27app.paths import resolve_model
     from q27app.weights.container import open_container
 
-    cases = load_cases(count, tasks)
+    cases = load_cases(count, tasks, splits)
     config = load_config({"model.path": model, "model.backend": backend, "model.template": template})
     if config.model.context == "auto":
         config = replace(config, model=replace(config.model, context=8192))

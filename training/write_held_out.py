@@ -1,6 +1,6 @@
 """Writes the held-out sets in the form that `q27app bench demo-eval` reads: q27app/data/demo_eval.jsonl.gz.
 
-    python training/write_held_out.py [--count 30]
+    python training/write_held_out.py [--count N]
 
 One JSON object a line: task, split, thinking, tools, messages (without the last answer), check, expected (the last answer).
 The same count and the same state of the repository, whose text is filler, give the same bytes.
@@ -41,7 +41,7 @@ def line(task: str, split: str, example: Example) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--count", type=int, default=30, help="examples of each task and split")
+    parser.add_argument("--count", type=int, help="examples of each task and split; by default as many as held_out.py says")
     options = parser.parse_args()
     lines = [json.dumps(line(*item), ensure_ascii=False, separators=(",", ":")) for item in held_out(options.count)]
     DESTINATION.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), 9, mtime=0))

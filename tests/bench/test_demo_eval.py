@@ -64,15 +64,19 @@ def test_an_answer_is_right_as_its_check_says(check, answer, right):
     assert is_right(check, answer) is right
 
 
-def test_the_sets_hold_both_splits_of_every_task():
-    cases = load_cases(2)
+def test_the_sets_hold_both_splits_of_every_task_and_a_third_of_two():
+    cases = load_cases(2, splits=("held", "new"))
     assert len(cases) == 4 * len({case.task for case in cases})
-    assert cases_path().stat().st_size < 400_000
+    assert {case.task for case in load_cases(1, splits=("blind",))} == {"tool_calls", "recall_4k"}
+    assert len(load_cases(None, ("tool_calls",))) == 300
+    assert cases_path().stat().st_size < 700_000
 
 
 def test_an_unknown_task_is_refused():
     with pytest.raises(UsageError, match="swimming"):
         load_cases(1, ("swimming",))
+    with pytest.raises(UsageError, match="seen"):
+        load_cases(1, (), ("seen",))
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -108,6 +112,8 @@ def test_held_out_calls_and_facts_are_right(engine, parts):
 
 def test_a_missed_target_is_named():
     assert "missed" in table({"facts": {"held": 1.0, "new": 0.5}})
+    assert "blind" not in table({"facts": {"held": 1.0, "new": 0.95}})
+    assert "missed" not in table({"tool_calls": {"held": 1.0, "new": 0.95, "blind": 0.5}})
 
 
 def test_drafts_agree_with_the_text():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAIN, HELD, NEW = "train", "held", "new"
+TRAIN, HELD, NEW, BLIND = "train", "held", "new", "blind"
 SPLITS = (TRAIN, HELD, NEW)
 
 

@@ -1,18 +1,27 @@
-"""The held-out sets: for every task and split the same examples whoever makes them."""
+"""The held-out sets: for every task and split the same examples whoever makes them.
+
+A request for a call must tell which of the declared tools it means (`is_told`), or no answer to it is right or wrong. The rule goes
+by words alone, so it holds for tools that nobody was taught; requests in wordings of the training, which say what they mean by
+having been learnt ("How much is 3 EUR in USD?"), are left as they are.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from curriculum.arithmetic import arithmetic, follow_up
 from curriculum.copying import copying, editing
-from curriculum.example import HELD, NEW, Example
+from curriculum.blind import blind_call, blind_recall
+from curriculum.example import BLIND, HELD, NEW, Example
 from curriculum.facts import facts
 from curriculum.mix import idle, remembered, ruled
 from curriculum.recall import make_recall
 from curriculum.records import extraction, listing, summary
 from curriculum.tool_calls import refusal, tool_call
+from curriculum.tool_pool import WRITTEN
 
 SEED = 270
 CHARS_OF_4K = 12_300
@@ -23,17 +32,58 @@ def recall_4k(rng: random.Random, split: str) -> Example:
     return make_recall(rng, split, CHARS_OF_4K, rng.randint(3, 12), 1)
 
 
-def _result(rng: random.Random, split: str) -> Example:
+UNTELLING = frozenset("a an the one this that of in to for and with is what how or by on at".split())
+TAUGHT = frozenset(tool.name for tool in WRITTEN)
+
+
+def _words(text: str) -> set[str]:
+    """Lower-case words of a text or an identifier, plural and verb endings off, those that tell nothing left out."""
+    parts = re.findall(r"[A-Z]?[a-z]+", text)
+    return {re.sub(r"(?<=..)(e|s|es|ed|ing)$", "", part.lower()) for part in parts if part.lower() not in UNTELLING}
+
+
+def tool_words(tool: Mapping[str, Any]) -> set[str]:
+    """Words of a declaration: of the name, the description and the parameters' names."""
+    function = tool["function"]
+    return _words(" ".join([function["name"], function["description"], *function["parameters"]["properties"]]))
+
+
+def is_told(example: Example) -> bool:
+    """Whether every call's request has more words of the called tool than of each other declared one, words of its values aside."""
+    tools = {tool["function"]["name"]: tool_words(tool) for tool in example.tools}
+    if len({frozenset(_words(name)) for name in tools}) < len(tools):
+        return False
+    asked: set[str] = set()
+    for step in example.steps:
+        if step.role == "user":
+            asked = _words(step.text)
+        for call in step.calls:
+            said = asked - _words(" ".join(value for value in call["arguments"].values() if isinstance(value, str)))
+            own = len(said & tools[call["name"]])
+            if call["name"] not in TAUGHT and any(len(said & words) >= own for name, words in tools.items() if name != call["name"]):
+                return False
+    return True
+
+
+def _told(rng: random.Random, split: str, task: str) -> Example:
     while True:
         example = tool_call(rng, split)
-        if example.task == "tool_results":
+        if example.task == task and is_told(example):
             return example
 
 
+def _result(rng: random.Random, split: str) -> Example:
+    return _told(rng, split, "tool_results")
+
+
 def _call(rng: random.Random, split: str) -> Example:
+    return _told(rng, split, "tool_calls")
+
+
+def _blind_call(rng: random.Random) -> Example:
     while True:
-        example = tool_call(rng, split)
-        if example.task == "tool_calls":
+        example = blind_call(rng)
+        if is_told(example):
             return example
 
 
@@ -52,10 +102,16 @@ TASKS = {
 }
 
 
-def held_out(count: int, tasks: tuple[str, ...] = tuple(TASKS)) -> Iterator[tuple[str, str, Example]]:
-    """(task, split, example), `count` of each; the first ones are the same whatever the count."""
+BLIND_TASKS = {"tool_calls": _blind_call, "recall_4k": blind_recall}
+COUNTS = {"tool_calls": 100, "facts": 60, "arithmetic": 60, "copying": 60, "recall_4k": 60, "json": 60}
+OTHERS = 30
+"""Examples of a task in each split: more where there is a target."""
+
+
+def held_out(count: int | None = None, tasks: tuple[str, ...] = tuple(TASKS)) -> Iterator[tuple[str, str, Example]]:
+    """(task, split, example), `count` of each, or COUNTS; the first ones are the same whatever the count."""
     for task in tasks:
-        for split in (HELD, NEW):
+        for split in (HELD, NEW, BLIND)[:3 if task in BLIND_TASKS else 2]:
             rng = random.Random(f"{SEED} {task} {split}")
-            for _ in range(count):
-                yield task, split, TASKS[task](rng, split)
+            for _ in range(count or COUNTS.get(task, OTHERS)):
+                yield task, split, BLIND_TASKS[task](rng) if split == BLIND else TASKS[task](rng, split)
