@@ -1,7 +1,8 @@
 """The gated delta rule over whole sequences, in chunks of 64, with its gradient.
 
 What happens inside the chunks is done for all of them at once (`within_chunks`); between them only the state is carried
-(`CarryState`). Equals the step by step rule to 1e-14 in float64, gradients too.
+(`CarryState`). Equals the step by step rule to 1e-14 in float64, gradients too. On a GPU both are Triton kernels
+(`delta_rule_on_card`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ CHUNK = 64
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, inner: Callable | None = None, on_card: bool = False
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, inner: Callable | None = None
 ) -> Tensor:
     """S = e^g S; S += k (beta (v - k S)); o = q S, in chunks of 64.
 
-    query, key, value [batch, time, heads, dim] float32, beta and decay (g <= 0) [batch, time, heads]. Within a chunk the
-    corrected values solve a unit lower triangular system; between chunks the state is carried. Decays appear only as
-    exponentials of differences that are at most 0. inner: `within_chunks`, or a fused form of it. on_card: the state is carried by
-    `carry_kernel`; query, key and value may then be bfloat16.
+    query, key [batch, time, key heads, dim], value [batch, time, heads, dim] float32, beta and decay (g <= 0) [batch, time, heads];
+    consecutive value heads share a key head. Within a chunk the corrected values solve a unit lower triangular system; between
+    chunks the state is carried. Decays appear only as exponentials of differences that are at most 0. inner: `within_chunks`, or
+    a fused form of it.
     """
-    batch, time, heads, dim = query.shape
+    batch, time, heads, dim = value.shape
+    query, key = (part.repeat_interleave(heads // part.shape[2], 2) for part in (query, key))
     padding = -time % CHUNK
     chunks = (time + padding) // CHUNK
 
@@ -39,14 +41,6 @@ def delta_rule(
     inside = (inner or within_chunks)(query, key, value, beta, decay)
     state_key, new_value, scores, query, key, carry = inside
 
-    if on_card:
-        from carry_kernel import CarryOnCard
-
-        states, corrected = CarryOnCard.apply(state_key, new_value, key, carry, batch)
-        out = torch.baddbmm(query.flatten(0, 1) @ states.flatten(0, 1), scores.flatten(0, 1), corrected.flatten(0, 1))
-        out = out.view(batch, chunks, heads, CHUNK, dim).transpose(2, 3).reshape(batch, chunks * CHUNK, heads, dim)
-        return out[:, :time] if padding else out
-
     def by_chunk(x: Tensor) -> Tensor:
         return x.view(batch, chunks, heads, *x.shape[2:]).transpose(0, 1).reshape(chunks, batch * heads, *x.shape[2:])
 
@@ -55,6 +49,18 @@ def delta_rule(
         by_chunk(query).flatten(0, 1) @ states.flatten(0, 1), by_chunk(scores).flatten(0, 1), corrected.flatten(0, 1))
     out = out.view(chunks, batch, heads, CHUNK, dim).permute(1, 0, 3, 2, 4).reshape(batch, chunks * CHUNK, heads, dim)
     return out[:, :time] if padding else out
+
+
+def delta_rule_on_card(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, batch: int) -> Tensor:
+    """The same on a GPU: query, key [rows, key heads, dim], value [rows, heads, dim] bfloat16, beta, decay [rows, heads] float32, rows
+    of `batch` sequences one after the other, each a multiple of 64 long -> [rows, heads, dim]."""
+    from carry_kernel import CarryOnCard
+    from chunk_kernel import InsideChunks
+
+    state_key, new_value, scores, query, key, carry = InsideChunks.apply(query, key, value, beta, decay)
+    states, corrected = CarryOnCard.apply(state_key, new_value, key, carry, batch)
+    out = torch.baddbmm(query.flatten(0, 1) @ states.flatten(0, 1), scores.flatten(0, 1), corrected.flatten(0, 1))
+    return out.view(scores.shape[:3] + value.shape[-1:]).transpose(1, 2).flatten(0, 1)
 
 
 def within_chunks(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, ...]:

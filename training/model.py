@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from delta_rule import delta_rule, within_chunks
+from delta_rule import CHUNK, delta_rule, delta_rule_on_card, within_chunks
 
 
 @dataclass(frozen=True)
@@ -185,20 +185,19 @@ class Delta(nn.Module):
         self.dt_bias = nn.Parameter(softplus_inverse(torch.empty(values).uniform_(math.log(1e-3), math.log(0.1)).exp()))
         self.norm = GatedNorm(dim, config.rms_norm_eps)
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """x [rows, hidden] -> query, key, value [rows, heads, dim], beta, decay [rows, heads] in float32, z [rows, heads, dim]."""
+    def project(self, x: Tensor, positions: Tensor, kind: torch.dtype) -> tuple[Tensor, ...]:
+        """x [rows, hidden] -> query, key [rows, key heads, dim], value [rows, heads, dim] of type `kind`, beta, decay [rows, heads] in
+        float32, z [rows, heads, dim]."""
         config = self.config
         dim, keys, values = config.linear_head_dim, config.linear_num_key_heads, config.linear_num_value_heads
         u = F.silu(self.convolve(self.in_proj_qkv(x), positions))
         query, key, value = u.split((keys * dim, keys * dim, values * dim), -1)
         query = unit(query.unflatten(-1, (keys, dim))) * dim**-0.5
         key = unit(key.unflatten(-1, (keys, dim)))
-        ratio = values // keys
-        query, key = query.repeat_interleave(ratio, 1), key.repeat_interleave(ratio, 1)
         beta = torch.sigmoid(self.in_proj_b(x).float())
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
         z = self.in_proj_z(x).unflatten(-1, (values, dim))
-        return query, key, value.unflatten(-1, (values, dim)), beta, decay, z
+        return query.to(kind), key.to(kind), value.unflatten(-1, (values, dim)).to(kind), beta, decay, z
 
     def convolve(self, u: Tensor, positions: Tensor) -> Tensor:
         """Causal convolution of each channel over rows of one sequence; u [rows, channels] -> float32."""
@@ -264,8 +263,8 @@ def attention_after(layer: Layer, x: Tensor, out: Tensor, gate: Tensor) -> Tenso
     return layer.feed_forward(x + layer.self_attn.finish(out, gate).float())
 
 
-def delta_before(layer: Layer, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    return layer.linear_attn.project(layer.input_layernorm(x), positions)
+def delta_before(layer: Layer, x: Tensor, positions: Tensor, kind: torch.dtype) -> tuple[Tensor, ...]:
+    return layer.linear_attn.project(layer.input_layernorm(x), positions, kind)
 
 
 def delta_after(layer: Layer, x: Tensor, out: Tensor, z: Tensor) -> Tensor:
@@ -352,12 +351,14 @@ class Network(nn.Module):
                 query, gate, key, value = self.parts["attention_before"](layer, x, cos, sin)
                 x = self.parts["attention_after"](layer, x, attend(query, key, value, batch), gate)
             else:
-                *inputs, z = self.parts["delta_before"](layer, x, positions)
+                *inputs, z = self.parts["delta_before"](layer, x, positions, self.delta_type)
                 with torch.autocast(x.device.type, enabled=False):
-                    kinds = (self.delta_type,) * 3 + (torch.float32,) * 2
-                    out = delta_rule(*(part.to(kind).unflatten(0, (batch, time)) for part, kind in zip(inputs, kinds, strict=True)),
-                                     inner=self.parts["within_chunks"], on_card=self.delta_type is torch.bfloat16)
-                x = self.parts["delta_after"](layer, x, out.flatten(0, 1), z)
+                    if self.delta_type is torch.bfloat16 and time % CHUNK == 0:
+                        out = delta_rule_on_card(*inputs, batch)
+                    else:
+                        parts = (part.float().unflatten(0, (batch, time)) for part in inputs)
+                        out = delta_rule(*parts, inner=self.parts["within_chunks"]).flatten(0, 1)
+                x = self.parts["delta_after"](layer, x, out, z)
         return self.model.norm(x).view(batch, time, -1)
 
     def draft(self, hidden: Tensor, tokens: Tensor, depth: int = 1, pairs: list | None = None) -> Tensor:

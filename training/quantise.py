@@ -34,18 +34,21 @@ class Rounding:
                 continue
             eight = name.startswith("mtp.") or name.endswith(("k_proj", "v_proj", "embed_tokens"))
             self._bits[module.weight] = 8 if eight else 4
+        self._groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for weight, bits in self._bits.items():
+            self._groups.setdefault((bits, *weight.shape), []).append(weight)
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
     def apply(self, tier: str = "q4s") -> None:
-        """Put the tier's values in place. tier: q4s or q8."""
-        self._kept = [weight.detach().clone() for weight in self._bits]
-        for weight, bits in self._bits.items():
-            weight.copy_(rounded(weight, 8 if tier == "q8" else bits))
+        """Put the tier's values in place, matrices of one shape at once. tier: q4s or q8."""
+        self._kept = [torch.stack(weights) for weights in self._groups.values()]
+        for (bits, *_), weights, kept in zip(self._groups, self._groups.values(), self._kept, strict=True):
+            torch._foreach_copy_(weights, list(rounded(kept, 8 if tier == "q8" else bits).unbind(0)))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the unrounded values back."""
-        for weight, kept in zip(self._bits, self._kept, strict=True):
-            weight.copy_(kept)
+        for weights, kept in zip(self._groups.values(), self._kept, strict=True):
+            torch._foreach_copy_(weights, list(kept.unbind(0)))
         self._kept = []
