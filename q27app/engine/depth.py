@@ -30,6 +30,10 @@ class PassPrices:
     step_ms: float = 0.0
     _passes: dict[int, float] = field(default_factory=dict)
 
+    def with_other_steps(self) -> "PassPrices":
+        """Prices of the same passes, and of another kind of step."""
+        return PassPrices(_passes=self._passes)
+
     def record_pass(self, rows: int, ms: float) -> None:
         old = self._passes.get(rows)
         self._passes[rows] = ms if old is None else old + PRICE_WEIGHT * (ms - old)

@@ -40,9 +40,12 @@ class RunsDrafts(Protocol):
     num_fresh: int
 
     def draft_chain(self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows,
-                    limits: np.ndarray) -> Drafted: ...
+                    limits: np.ndarray, is_narrow: bool = False) -> Drafted: ...
 
-    def draft_ahead(self, state: State, steps: int, rows: SamplingRows) -> None: ...
+    def draft_ahead(self, state: State, steps: int, rows: SamplingRows, is_narrow: bool = False) -> None: ...
+
+    @property
+    def rare_ids(self) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -85,37 +88,43 @@ class Chain:
 
 class MtpDrafter:
     """min_margin: raw logits; 0 = never end a chain early. steps_at_once: queued before anything is looked at; 1 where
-    looking costs nothing. on_step: told the milliseconds of each step."""
+    looking costs nothing. on_step: told the milliseconds of each step, and whether it was a
+    narrow one."""
 
     def __init__(
         self, model: RunsDrafts, state: State, vocab_size: int, min_margin: float = MIN_MARGIN, steps_at_once: int = 1,
-        on_step: Callable[[float], None] = lambda ms: None,
+        on_step: Callable[[float, bool], None] = lambda ms, is_narrow: None,
     ) -> None:
         self._model, self._state, self._vocab_size = model, state, vocab_size
         self._min_margin, self._steps_at_once, self._on_step = min_margin, steps_at_once, on_step
         self._ahead: tuple[tuple[SamplingParams, ...], SamplingRows] | None = None
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
-        """Chains of at most limits[i] tokens; a limit of 0 gives []."""
+    @property
+    def rare_ids(self) -> tuple[int, int]:
+        """Ids from .. to - 1 that narrow drafts never are; (0, 0): there are no narrow ones."""
+        return self._model.rare_ids
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int], is_narrow: bool = False) -> list[list[int]]:
+        """Chains of at most limits[i] tokens; a limit of 0 gives []. is_narrow: none of them rare, for half the price."""
         chains = [Chain(sequence, limit, replace(sequence.request.params, logprobs=None))
                   for sequence, limit in zip(sequences, limits, strict=True)]
         going = [chain for chain in chains if chain.limit > 0]
         is_first = True
         while not all(chain.is_over for chain in going):
-            self._extend(going, is_first)
+            self._extend(going, is_first, is_narrow)
             is_first = False
         return [chain.drafts for chain in chains]
 
-    def start_ahead(self, sequences: Seq[Sequence], steps: int) -> None:
+    def start_ahead(self, sequences: Seq[Sequence], steps: int, is_narrow: bool = False) -> None:
         """Chains of `steps` drafts behind the pass that was just drawn for these sequences, in this order; nothing waits.
         None of them has penalties or a guide. Their margins end nothing: nobody sees them in time."""
         params = tuple(sequence.request.params for sequence in sequences)
         if self._ahead is None or self._ahead[0] != params:
             rows = [LogitRow(replace(one, logprobs=None), 0) for one in params]
             self._ahead = params, sampling_rows(rows, self._vocab_size)
-        self._model.draft_ahead(self._state, steps, self._ahead[1])
+        self._model.draft_ahead(self._state, steps, self._ahead[1], is_narrow)
 
-    def _extend(self, chains: list[Chain], is_first: bool) -> None:
+    def _extend(self, chains: list[Chain], is_first: bool, is_narrow: bool) -> None:
         """One or several steps for all chains. The layer's output rows feed its next step by place, so chains that have
         ended keep their row."""
         for chain in chains:
@@ -127,9 +136,9 @@ class MtpDrafter:
                 for chain in chains]
         started, fresh = time.monotonic(), self._model.num_fresh
         drafted = self._model.draft_chain(self._batch(chains, limits), self._state, is_first, steps,
-                                          sampling_rows(rows, self._vocab_size), limits)
+                                          sampling_rows(rows, self._vocab_size), limits, is_narrow)
         if self._model.num_fresh == fresh:
-            self._on_step((time.monotonic() - started) * 1e3 / steps)
+            self._on_step((time.monotonic() - started) * 1e3 / steps, is_narrow)
         for chain, tokens, margins in zip(chains, drafted.tokens.T.tolist(), drafted.margins.T.tolist(), strict=True):
             chain.take(tokens, margins, self._min_margin)
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from q27app.engine.common_ids import CommonIds
 from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
 from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of
@@ -40,6 +41,7 @@ class DraftState:
 
     mtp: DepthControl
     suffix: DepthControl
+    ids: CommonIds
     sources: list[str] = field(default_factory=list)
 
 
@@ -53,11 +55,13 @@ class SourceCount:
 
 @dataclass
 class Flight:
-    """Chains that were begun ahead, a row a sequence, how deep each is, and behind which of the sequence's passes."""
+    """Chains that were begun ahead, a row a sequence, how deep each is, behind which of the sequence's passes, and the price
+    of a step."""
 
     sequences: list[Sequence]
     depths: list[int]
     passes: list[int]
+    step_ms: float
 
     def row(self, sequence: Sequence) -> int | None:
         """None if it has no chain, or had another pass since."""
@@ -79,6 +83,8 @@ class Drafts:
     def __init__(self, mtp: MtpDrafter | None, uses_suffix: bool, cap: int, prices: PassPrices, fixed: bool = False,
                  runs_ahead: bool = False) -> None:
         self._mtp, self._uses_suffix, self._prices, self._fixed = mtp, uses_suffix, prices, fixed
+        self._rare = mtp.rare_ids if mtp is not None else (0, 0)
+        self._whole_prices = prices.with_other_steps() if self._rare[1] else prices
         self._cap = min(cap, MAX_DRAFTS)
         self.min_match = MIN_MATCH
         """Shortest repeat that is continued without the draft layer."""
@@ -86,8 +92,8 @@ class Drafts:
         self._flight: Flight | None = None
         self.num_begun = self.num_landed = 0
         """Chains begun ahead, one for all sequences of a pass, and those whose drafts a pass took."""
-        self._landed_steps, self._passed_at = 0, 0.0
-        """Draft steps that ran ahead of the pass under way; when the pass before it ended."""
+        self._landed_ms, self._passed_at = 0.0, 0.0
+        """Price of the draft steps that ran ahead of the pass under way; when the pass before it ended."""
         self.counts = {source: SourceCount() for source in SOURCES}
 
     @property
@@ -101,6 +107,11 @@ class Drafts:
     @property
     def needs_mtp(self) -> bool:
         return self._mtp is not None
+
+    def step_took(self, ms: float, is_narrow: bool) -> None:
+        """A step of a chain that was waited for."""
+        prices = self._prices_of(is_narrow or not self._rare[1])
+        (prices.record_waited if self.runs_ahead else prices.record_step)(ms)
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[list[int]]:
         limits = [min(limit, self._cap) for limit in limits]
@@ -118,17 +129,19 @@ class Drafts:
         self._flight = None
         if self._mtp is None or not self.runs_ahead or self._is_crowded(len(sequences)) or len(sequences) > MAX_DECODE_ROWS // 2:
             return
-        if not self._prices.step_ms and not self._fixed:
+        is_narrow = self._is_narrow(sequences)
+        prices = self._prices_of(is_narrow)
+        if not prices.step_ms and not self._fixed:
             return  # a chain that is waited for tells its price
         share = MAX_DECODE_ROWS // len(sequences) - 1
-        depths = [self._depth_ahead(sequence, min(self._cap, share, sequence.room - count - 2), len(sequences))
+        depths = [self._depth_ahead(sequence, min(self._cap, share, sequence.room - count - 2), len(sequences), prices)
                   for sequence, count in zip(sequences, drafted, strict=True)]
         known = [depth for depth in depths if depth is not None]
         steps = max(known, default=0)
         if steps and len(known) == len(depths) and all(
                 sequence.room - count - 2 >= steps for sequence, count in zip(sequences, drafted, strict=True)):
-            self._mtp.start_ahead(sequences, steps)
-            self._flight = Flight(list(sequences), known, [sequence.num_steps + 1 for sequence in sequences])
+            self._mtp.start_ahead(sequences, steps, is_narrow)
+            self._flight = Flight(list(sequences), known, [sequence.num_steps + 1 for sequence in sequences], prices.step_ms)
             self.num_begun += 1
 
     def _is_crowded(self, together: int) -> bool:
@@ -146,7 +159,8 @@ class Drafts:
         if self._mtp is None or self._is_crowded(len(sequences)):
             return True
         share = MAX_DECODE_ROWS // len(sequences) - 1
-        depths = [self._depth(self._state(sequence).mtp, min(self._cap, share, sequence.room - 2), True, len(sequences))
+        prices = self._prices_of(self._is_narrow(sequences))
+        depths = [self._depth(self._state(sequence).mtp, min(self._cap, share, sequence.room - 2), True, len(sequences), prices)
                   for sequence in sequences]
         if any(depth > 0 for depth in depths):
             return False
@@ -154,14 +168,14 @@ class Drafts:
             self._state(sequence).mtp.rested()
         return True
 
-    def _depth_ahead(self, sequence: Sequence, limit: int, together: int) -> int | None:
+    def _depth_ahead(self, sequence: Sequence, limit: int, together: int, prices: PassPrices) -> int | None:
         """Drafts of a chain that is begun ahead; None: it must not be, for others will be better."""
         if limit <= 0 or not _is_plain(sequence):
             return None
         length = index_of(sequence).match_length if self._uses_suffix else 0
         if length:
             return 0 if length >= self.min_match and together > 1 else None
-        return self._depth(self._state(sequence).mtp, limit, True, together)
+        return self._depth(self._state(sequence).mtp, limit, True, together, prices)
 
     def _land(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> bool:
         """Fill in the drafts of the chains in flight, where the text went on as they took for granted; False if there are none."""
@@ -177,17 +191,23 @@ class Drafts:
             drafts[place], self._state(sequence).sources = [in_flight(row)] * depth, ["mtp"] * depth
             found = found or depth > 0
         if found:
-            self._landed_steps = max(flight.depths)
+            self._landed_ms = max(flight.depths) * flight.step_ms
             self.num_landed += 1
         return found
 
     def _state(self, sequence: Sequence) -> DraftState:
         if sequence.draft_state is None:
-            sequence.draft_state = DraftState(DepthControl(self._cap), DepthControl(self._cap, SUFFIX_PRIOR))
+            sequence.draft_state = DraftState(DepthControl(self._cap), DepthControl(self._cap, SUFFIX_PRIOR), CommonIds(self._rare))
         return sequence.draft_state
 
-    def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int) -> int:
-        return limit if self._fixed else control.choose(self._prices, limit, needs_steps, together)
+    def _is_narrow(self, sequences: Seq[Sequence]) -> bool:
+        return bool(self._rare[1]) and all([self._state(sequence).ids.suffice(sequence) for sequence in sequences])
+
+    def _prices_of(self, is_narrow: bool) -> PassPrices:
+        return self._prices if is_narrow else self._whole_prices
+
+    def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int, prices: PassPrices) -> int:
+        return limit if self._fixed else control.choose(prices, limit, needs_steps, together)
 
     def _from_suffix(self, sequence: Sequence, limit: int, together: int) -> list[int]:
         if not self._uses_suffix or limit <= 0:
@@ -195,15 +215,17 @@ class Drafts:
         index = index_of(sequence)
         if index.match_length < self.min_match:
             return []
-        depth = self._depth(self._state(sequence).suffix, limit, False, together)
+        depth = self._depth(self._state(sequence).suffix, limit, False, together, self._prices)
         return index.propose(depth, self.min_match) if depth else []
 
     def _chains(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> None:
         """Fill in chains of the draft layer for the sequences that have no drafts yet."""
         assert self._mtp is not None
         without = [place for place, found in enumerate(drafts) if not found and limits[place] > 0]
-        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], True, len(sequences)) for place in without]
-        chains = self._mtp.propose([sequences[place] for place in without], depths)
+        is_narrow = self._is_narrow([sequences[place] for place in without])
+        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], True, len(sequences), self._prices_of(is_narrow))
+                  for place in without]
+        chains = self._mtp.propose([sequences[place] for place in without], depths, is_narrow)
         for place, chain in zip(without, chains, strict=True):
             sequence = sequences[place]
             more: list[int] = []
@@ -230,13 +252,13 @@ class Drafts:
     def passed(self, rows: int, ms: float) -> None:
         """A decode or verify pass of so many rows took so long. Chains that had been begun ahead ran in that time and in the
         time since the pass before it."""
-        now, before, steps = time.monotonic(), self._passed_at, self._landed_steps
-        self._passed_at, self._landed_steps = now, 0
-        if steps:
+        now, before, drafted_ms = time.monotonic(), self._passed_at, self._landed_ms
+        self._passed_at, self._landed_ms = now, 0.0
+        if drafted_ms:
             between = (now - before) * 1e3 - ms
             if between > MAX_BETWEEN_MS:
                 return
-            ms = max(ms / 4, ms + between - steps * self._prices.step_ms)
+            ms = max(ms / 4, ms + between - drafted_ms)
         self._prices.record_pass(rows, ms)
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,7 +267,10 @@ class Drafts:
             source: {"drafted": _trimmed(count.drafted), "accepted": _trimmed(count.accepted)}
             for source, count in self.counts.items()
         }
-        return {"cap": self._cap, "sources": by_source, "prices": self._prices.to_dict(),
+        prices = self._prices.to_dict()
+        if self._rare[1]:
+            prices["whole_step_ms"] = round(self._whole_prices.step_ms, 3)
+        return {"cap": self._cap, "sources": by_source, "prices": prices,
                 "ahead": {"begun": self.num_begun, "taken": self.num_landed}}
 
 

@@ -75,6 +75,8 @@ class EngineConfig:
     """Most drafts of a sequence in one pass, 1 to 15; how many of them are worth their price is measured."""
     light_drafts: bool = True
     """On a card, where the main layers are Q4, the draft layer is too: quicker drafts, a few less of them right."""
+    common_ids: int | None = None
+    """Most drafts are among so many first ids of the vocabulary and its last 512; 0 = among all, always; None = 98,304."""
     warm_up: bool = False
     """Run, record and time every usual shape of a pass before the first request; else a card does that while nobody waits."""
     fixed_draft: bool = False
@@ -188,7 +190,7 @@ def _load(
                                       weight_bytes(backend, geometry, container, False, config.fast_head), movable, config.embed,
                                       config.context or geometry.max_context)
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
-                       lambda done, total: progress(done / max(1, total)), in_host, config.fast_head)
+                       lambda done, total: progress(done / max(1, total)), in_host, config.fast_head, config.common_ids)
     weights, buffers = backend.taken_bytes()
 
     def scratch(num_blocks: int) -> int:
@@ -279,8 +281,9 @@ def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConf
     prices, mtp = PassPrices(), None
     if model.has_mtp and config.draft in ("auto", "mtp"):
         mtp = MtpDrafter(model, state, geometry.vocab_size, 0.0 if config.fixed_draft else MIN_MARGIN,
-                         STEPS_AT_ONCE[model.backend.name], prices.record_waited if model.backend.is_ahead else prices.record_step)
-    return Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft, model.backend.is_ahead)
+                         STEPS_AT_ONCE[model.backend.name], lambda ms, is_narrow: drafts.step_took(ms, is_narrow))
+    drafts = Drafts(mtp, config.draft != "mtp", config.max_draft, prices, config.fixed_draft, model.backend.is_ahead)
+    return drafts
 
 
 def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, weights: int, max_rows: int,

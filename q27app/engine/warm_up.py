@@ -62,6 +62,7 @@ class WarmUp:
                  prices: PassPrices) -> None:
         self._model, self._state, self._slots, self._blocks = model, state, slots, blocks
         self._drafts_mtp, self._prices, self._one_step_ms = drafts_mtp, prices, 0.0
+        self._is_narrow = drafts_mtp and bool(model.rare_ids[1])
         self.prefill_ms: dict[int, list[float]] = {}
         """Rows of a prefill -> milliseconds of each run."""
         self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp, model.max_rows))
@@ -99,7 +100,7 @@ class WarmUp:
             draws = sampling_rows([LogitRow(SamplingParams(), 2)] * len(lengths), self._model.config.vocab_size)
             limits = np.full(len(lengths), STEPS, np.int32)
             batch = _batch("draft", lengths, slots, tables)
-            ms = _timed(lambda: self._model.draft_chain(batch, self._state, True, STEPS, draws, limits)) / STEPS
+            ms = _timed(lambda: self._model.draft_chain(batch, self._state, True, STEPS, draws, limits, self._is_narrow)) / STEPS
             if is_alone:
                 self._prices.record_step(ms)
             return
@@ -124,7 +125,7 @@ class WarmUp:
             for _ in range(TIMES):
                 self._forward(batch)
                 started = time.monotonic()
-                model.draft_ahead(self._state, steps, rows)
+                model.draft_ahead(self._state, steps, rows, self._is_narrow)
                 model.backend.drafted()
                 ms = (time.monotonic() - started) * 1e3
                 model.backend.result()

@@ -142,6 +142,10 @@ class Backend(Protocol):
         alone gives a vector. The backend repacks as it likes; the tensors may be unmapped afterwards. in_host: an embedding
         table that stays in the host's memory, where a card reads the rows of its tokens in place; its `nbytes` is then 0."""
         ...
+    def without_rows(self, weight: Weight, skip: tuple[int, int]) -> Weight:
+        """The same matrix for `head`, in place: products with its rows skip[0] to skip[1] - 1, both multiples of 32, need not be
+        computed, and what stands in their places means nothing."""
+        ...
     def packed_bytes(self, tensors: "Sequence[Tensor]") -> int:
         """Bytes that `load` will take for them, alone or together; never too few."""
         ...
@@ -232,8 +236,8 @@ class Backend(Protocol):
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         """A chain of draft steps begins on the batch that was begun, one row a sequence. limits: int32 [rows], at least 1."""
         ...
-    def draw_drafts(self, logits: Buffer) -> None:
-        """Draw a draft for each row. The batch's row then is the draft, one position further, and penalties count it; a row
+    def draw_drafts(self, logits: Buffer, skip: tuple[int, int] = (0, 0)) -> None:
+        """Draw a draft for each row, none of the ids skip[0] to skip[1] - 1 (see `without_rows`). The batch's row then is the draft, one position further, and penalties count it; a row
         that has reached its limit stays where it is, and its further drafts mean nothing."""
         ...
     def drafted(self) -> Drafted:

@@ -98,7 +98,7 @@ class Sample(ctypes.Structure):
         p="logits work temperature top_k top_p min_p presence frequency seeds positions penalty_starts penalty_ids "
           "penalty_counts masks num_logprobs part_best part_top tokens margins logprobs logprob_ids "
           "part_mass list list_sizes floors",
-        i="n vocab mask_words",
+        i="n vocab mask_words skip_from skip",
     )
 
 

@@ -27,7 +27,7 @@ from q27app.kernels.cuda_mixers import Mixers
 from q27app.kernels.cuda_sampling import Sampler, sampler_sizes
 from q27app.kernels.cuda_scratch import Scratch
 from q27app.kernels.cuda_state import CudaState, record_row
-from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader, packed_bytes
+from q27app.kernels.cuda_weights import CudaVector, CudaWeight, Loader, packed_bytes, without_rows
 from q27app.kernels.graph import Rerun
 from q27app.kernels.kv_formats import kv_format as find_format
 from q27app.kernels.launch import CudaDevice, Device
@@ -128,6 +128,9 @@ class CudaBackend:
         weight = self._loader.load(tensors, in_host)
         self._held.append((" + ".join(tensor.name for tensor in tensors), weight.address, weight.packed_bytes))
         return weight
+
+    def without_rows(self, weight: CudaWeight, skip: tuple[int, int]) -> CudaWeight:
+        return without_rows(weight, skip, self.device.card.num_sms)
 
     def checksums(self) -> list[tuple[str, int]]:
         self._sums = self._sums or self.weights_arena.take(8 * len(self._held))
@@ -348,8 +351,8 @@ class CudaBackend:
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._sampler.begin_drafts(rows, limits)
 
-    def draw_drafts(self, logits: CudaBuffer) -> None:
-        self._sampler.draw_drafts(logits)
+    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int] = (0, 0)) -> None:
+        self._sampler.draw_drafts(logits, skip)
 
     def drafted(self) -> Drafted:
         return self._sampler.drafted()

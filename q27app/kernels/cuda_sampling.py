@@ -107,14 +107,15 @@ class Sampler:
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
         self._accepted_valid, self._sent = False, None
         args, _ = self._inputs.put(rows)
-        self._launch(args, logits, _kinds(rows))
+        self._launch(args, logits, _kinds(rows), (0, 0))
 
     def _check(self, logits: CudaBuffer, n: int) -> None:
         if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
             raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
 
-    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: Kinds) -> None:
+    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: Kinds, skip: tuple[int, int]) -> None:
         n = self._rows
+        args.skip_from, args.skip = skip[0], skip[1] - skip[0]
         args.logits, args.n, args.vocab = logits.address, n, self.vocab
         args.part_best, args.part_top = self._part_best, self._part_top
         args.tokens, args.margins = self._out, self._out + 4 * self.max_rows
@@ -173,11 +174,11 @@ class Sampler:
         args = cuda_args.TakeDrafts(area.at("tokens"), self._out, area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
         self._backend.launch("draft", "take_drafts", (1,), 64, 0, args)
 
-    def draw_drafts(self, logits: CudaBuffer) -> None:
+    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int]) -> None:
         self._check(logits, self._rows)
         if self._step >= MAX_STEPS:
             raise Q27Error(f"a chain of more than {MAX_STEPS} drafts.")
-        self._launch(self._chain, logits, self._chain_kinds)
+        self._launch(self._chain, logits, self._chain_kinds, skip)
         area, chain, scratch = self._backend.area, self._chain, self._backend.scratch
         args = cuda_args.DraftNext(
             self._out, self._out + 4 * self.max_rows, self._chain_limits, area.at("tokens"), area.at("positions"),

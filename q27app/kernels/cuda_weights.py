@@ -7,7 +7,7 @@ one shape and number type are a gate and an up matrix: their tiles alternate, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,19 @@ class CudaWeight:
 
     def segment_args(self):
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
+
+
+def without_rows(weight: CudaWeight, skip: tuple[int, int], num_sms: int) -> CudaWeight:
+    """The weight without its rows skip[0] to skip[1] - 1, the others where they were. Both are borders of tiles, the weight is one
+    matrix."""
+    first, end = skip
+    if len(weight.segments) != 1 or weight.paired or first % TILE_ROWS or end % TILE_ROWS or not 0 < first < end < weight.shape[0]:
+        raise GpuError(f"rows {first} to {end} of a weight {list(weight.shape)} of {len(weight.segments)} segments cannot be left out.")
+    whole, tiles = weight.segments[0], end // TILE_ROWS
+    segments = (replace(whole, num_tiles=first // TILE_ROWS, num_rows=first),
+                replace(whole, first_tile=tiles, num_tiles=whole.num_tiles - tiles, first_row=end, num_rows=whole.num_rows - end,
+                        offset=whole.offset + tiles * whole.tile_bytes))
+    return replace(weight, nbytes=0, segments=segments, shares=row_shares(max(1, num_sms), segments, weight.units))
 
 
 def rows_shared_bytes(rows: int, units: int, fused: bool) -> int:

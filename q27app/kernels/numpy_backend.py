@@ -119,6 +119,9 @@ class NumpyBackend:
         self._loaded.append(weight)
         return weight
 
+    def without_rows(self, weight: NumpyWeight, skip: tuple[int, int]) -> NumpyWeight:
+        return weight
+
     def packed_bytes(self, tensors: Sequence[Any]) -> int:
         return sum(4 * int(np.prod(tensor.shape)) for tensor in tensors)
 
@@ -322,8 +325,8 @@ class NumpyBackend:
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._chain = DraftChain(rows, limits)
 
-    def draw_drafts(self, logits: NumpyBuffer) -> None:
-        self._pass = begin_pass(self._drafts.draw(logits.array, self._work.batch), self._work.state)
+    def draw_drafts(self, logits: NumpyBuffer, skip: tuple[int, int] = (0, 0)) -> None:
+        self._pass = begin_pass(self._drafts.draw(logits.array, self._work.batch, skip), self._work.state)
 
     def drafted(self) -> Drafted:
         return self._drafts.result()

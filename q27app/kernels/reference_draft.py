@@ -21,9 +21,9 @@ class DraftChain:
         self._tokens: list[np.ndarray] = []
         self._margins: list[np.ndarray] = []
 
-    def draw(self, logits: np.ndarray, batch: Batch) -> Batch:
-        """Draw a draft for each row of logits [rows, vocab]; the batch of the next step."""
-        tokens, margins, _ = sample_rows(logits, self._rows)
+    def draw(self, logits: np.ndarray, batch: Batch, skip: tuple[int, int] = (0, 0)) -> Batch:
+        """Draw a draft for each row of logits [rows, vocab], none of the ids skip[0] to skip[1] - 1; the batch of the next step."""
+        tokens, margins, _ = sample_rows(logits, self._rows, skip)
         self._tokens.append(tokens)
         self._margins.append(margins)
         goes_on = len(self._tokens) < self._limits

@@ -141,20 +141,23 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> tuple[float
     return float(logs[token]), best.astype(np.int32), logs[best].astype(np.float32)
 
 
-def sample_rows(logits: np.ndarray, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray, list]:
-    """Draw a token for each row of logits [n, vocab]: (tokens int32 [n], margins float32 [n], logprobs list)."""
+def sample_rows(logits: np.ndarray, rows: SamplingRows, skip: tuple[int, int] = (0, 0)) -> tuple[np.ndarray, np.ndarray, list]:
+    """Draw a token for each row of logits [n, vocab]: (tokens int32 [n], margins float32 [n], logprobs list). Ids skip[0] to
+    skip[1] - 1 are no candidates, and their logits mean nothing."""
     count, vocab = logits.shape
     tokens, margins = np.zeros(count, np.int32), np.zeros(count, np.float32)
     logprobs: list = [None] * count
     for row in range(count):
         raw = defined(logits[row])
-        margins[row] = margin(raw)
+        margins[row] = margin(np.delete(raw, slice(*skip)) if skip[1] else raw)
         penalised = raw
         span = slice(int(rows.penalty_starts[row]), int(rows.penalty_starts[row + 1]))
         if span.stop > span.start:
             penalised = defined(penalise(raw, rows.penalty_ids[span], rows.penalty_counts[span],
                                          float(rows.presence[row]), float(rows.frequency[row])))
         ids = allowed_ids(None if rows.masks is None else rows.masks[row], vocab)
+        if skip[1]:
+            ids = ids[(ids < skip[0]) | (ids >= skip[1])]
         tokens[row] = draw(penalised, ids, rows, row) if len(ids) else 0
         if rows.num_logprobs[row] >= 0:
             logprobs[row] = log_probabilities(raw, int(tokens[row]), int(rows.num_logprobs[row]))

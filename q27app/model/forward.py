@@ -21,10 +21,12 @@ from q27app.weights.container import Container
 
 
 class Model:
-    """The network on a backend. max_rows: most rows of a pass; max_logit_rows: most logit rows of a pass."""
+    """The network on a backend. max_rows: most rows of a pass; max_logit_rows: most logit rows of a pass.
+    common_ids: see `mtp.rare_ids`."""
 
     def __init__(
-        self, backend: Backend, config: ModelConfig, weights: ModelWeights, max_rows: int, max_logit_rows: int
+        self, backend: Backend, config: ModelConfig, weights: ModelWeights, max_rows: int, max_logit_rows: int,
+        common_ids: int | None = None,
     ) -> None:
         self.backend, self.config, self.weights = backend, config, weights
         self.max_rows, self.max_logit_rows = max_rows, max_logit_rows
@@ -32,7 +34,7 @@ class Model:
         self.x = backend.empty((max_rows, config.hidden_size), "float32", "residual")
         self.final_rows = backend.empty((max_rows, config.hidden_size), "float32", "final")
         self.logit_rows = backend.empty((max_logit_rows, config.vocab_size), "float32", "logits")
-        self.mtp = MtpPass(backend, config, weights.mtp, self.scratch, max_rows) if weights.mtp else None
+        self.mtp = MtpPass(backend, config, weights.mtp, self.scratch, max_rows, common_ids) if weights.mtp else None
         self.final: Buffer = self.final_rows.rows(0)
         self.replays = Replays(backend)
 
@@ -43,6 +45,11 @@ class Model:
     @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
+
+    @property
+    def rare_ids(self) -> tuple[int, int]:
+        """Ids from .. to - 1 that narrow drafts never are; (0, 0): there are no narrow ones."""
+        return self.mtp.rare if self.mtp is not None else (0, 0)
 
     def allocate_state(self, kv_format: str, num_slots: int, num_blocks: int, max_record_rows: int) -> State:
         """Slots and KV blocks for this model. max_record_rows: most rows of one deferred pass."""
@@ -93,20 +100,23 @@ class Model:
         return self._draft_step(batch, state, first)
 
     def draft_chain(
-        self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows, limits: np.ndarray
+        self, batch: Batch, state: State, first: bool, steps: int, rows: SamplingRows, limits: np.ndarray, is_narrow: bool = False,
     ) -> Drafted:
         """Several draft steps, each fed with what the one before drew, and one wait at the end.
 
         batch, first: of the first step, as in `draft`. rows: how to draw, a row a sequence. limits: int32 [sequences], of
-        `steps` steps how many each takes; its block table must reach that far.
+        `steps` steps how many each takes; its block table must reach that far. is_narrow: without the rare ids.
         """
         self._begin_draft(batch, state)
         self.backend.begin_drafts(rows, limits)
         for step in range(steps):
-            self.backend.draw_drafts(self._draft_step(batch, state, first and step == 0))
+            self.backend.draw_drafts(self._draft_step(batch, state, first and step == 0, is_narrow), self._skip(is_narrow))
         return self.backend.drafted()
 
-    def draft_ahead(self, state: State, steps: int, rows: SamplingRows) -> None:
+    def _skip(self, is_narrow: bool) -> tuple[int, int]:
+        return self.rare_ids if is_narrow else (0, 0)
+
+    def draft_ahead(self, state: State, steps: int, rows: SamplingRows, is_narrow: bool = False) -> None:
         """Chains of `steps` drafts behind the pass that was just drawn, before anybody knows what it drew: see
         `Backend.begin_ahead`. The pass's own `result` does not wait for them. rows: how to draw, a row a sequence."""
         assert self.mtp is not None
@@ -117,9 +127,9 @@ class Model:
         def run() -> None:
             backend.follow()
             for step in range(steps):
-                backend.draw_drafts(mtp.draft(count, step == 0, logits))
+                backend.draw_drafts(mtp.draft(count, step == 0, logits, is_narrow), self._skip(is_narrow))
 
-        self.replays.run((id(state), "ahead", count, steps, kinds), run)
+        self.replays.run((id(state), "ahead", count, steps, kinds, is_narrow), run)
 
     def _begin_draft(self, batch: Batch, state: State) -> None:
         if self.mtp is None:
@@ -127,10 +137,11 @@ class Model:
         self._check(batch)
         self.backend.begin(batch, state)
 
-    def _draft_step(self, batch: Batch, state: State, first: bool) -> Buffer:
+    def _draft_step(self, batch: Batch, state: State, first: bool, is_narrow: bool = False) -> Buffer:
         assert self.mtp is not None
         mtp, count, logits = self.mtp, batch.num_rows, self.logit_rows.rows(len(batch.logit_rows))
-        self.replays.run((id(state), first, *shape_of(batch, self.backend.row_groups)), lambda: mtp.draft(count, first, logits))
+        key = (id(state), first, is_narrow, *shape_of(batch, self.backend.row_groups))
+        self.replays.run(key, lambda: mtp.draft(count, first, logits, is_narrow))
         return logits
 
     def _check(self, batch: Batch) -> None:
@@ -141,12 +152,13 @@ class Model:
 def load_model(
     backend: Backend, container: Container, max_rows: int, max_logit_rows: int = BLOCK_POSITIONS,
     progress: Callable[[int, int], None] | None = None, embed_in_host: bool = False, fast_head: bool = False,
+    common_ids: int | None = None,
 ) -> Model:
     """Read the geometry, check and load every tensor, allocate activations. Raises ModelError before any upload.
 
-    fast_head: see `weights.bind_weights`.
+    fast_head: see `weights.bind_weights`. common_ids: see `mtp.rare_ids`.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
     config = ModelConfig.from_metadata(container.metadata, shapes)
     weights = bind_weights(backend, config, container, progress, embed_in_host, fast_head)
-    return Model(backend, config, weights, max_rows, max_logit_rows)
+    return Model(backend, config, weights, max_rows, max_logit_rows, common_ids)

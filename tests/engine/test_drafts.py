@@ -15,6 +15,7 @@ from q27app.engine.status import Meter
 from q27app.engine.stepper import Stepper
 from q27app.engine.warm_up import WarmUp
 from q27app.errors import UsageError
+from q27app.model.mtp import rare_ids
 from q27app.paths import demo_model
 from q27app.weights.synthetic import synthesize
 from tests.engine.toy import Desk, mix
@@ -54,8 +55,8 @@ def chain(request, tmp_path_factory):
     return request.param, synthesize(path, accept=request.param)
 
 
-def desk_of(path, draft: str, cap: int = 15, fixed: bool = True, slots: int = 2) -> Desk:
-    config = EngineConfig(path, "numpy", context=512, slots=slots, draft=draft, max_draft=cap, fixed_draft=fixed)
+def desk_of(path, draft: str, cap: int = 15, fixed: bool = True, slots: int = 2, common_ids: int | None = None) -> Desk:
+    config = EngineConfig(path, "numpy", context=512, slots=slots, draft=draft, max_draft=cap, fixed_draft=fixed, common_ids=common_ids)
     desk = Desk(open_model(config, lambda share: None))
     if desk.loaded.drafter is not None:
         desk.loaded.drafter.min_match = 4
@@ -154,6 +155,44 @@ def test_a_text_that_repeats_needs_few_passes(chain):
     desk.run()
     assert answer.tokens == list(range(110, 158))
     assert answer.last.stats.num_steps <= 48 // 9 + 2
+
+
+def test_drafts_are_narrow_while_the_text_has_few_rare_ids(chain):
+    """Ids from 256 on are rare here: the text begins below them and goes on beyond."""
+    share, path = chain
+    desk = desk_of(path, "mtp", cap=4, common_ids=256)
+    model, narrow = desk.loaded.model, []
+    assert model.rare_ids == (256, 2048) and desk_of(path, "mtp").loaded.model.rare_ids == (0, 0)
+    draft_chain = model.draft_chain
+
+    def watched(batch, state, first, steps, rows, limits, is_narrow):
+        drafted = draft_chain(batch, state, first, steps, rows, limits, is_narrow)
+        narrow.append(is_narrow)
+        assert not is_narrow or ((drafted.tokens < 256) | (drafted.tokens >= 2048)).all()
+        return drafted
+
+    model.draft_chain = watched
+    answer = desk.submit(Request("far", tuple(range(3, 203)), SamplingParams(max_tokens=200)))
+    desk.run()
+    assert answer.tokens == list(range(203, 403))
+    assert narrow[0] and not narrow[-1] and narrow == sorted(narrow, reverse=True)
+    prices = desk.loaded.drafter.to_dict()["prices"]
+    assert prices["step_ms"] > 0 and prices["whole_step_ms"] > 0
+
+
+@pytest.mark.parametrize("cap", [3, 15])
+def test_narrow_drafts_change_no_bit(dense, cap):
+    desk = desk_of(dense, "auto", cap, common_ids=64)
+    assert desk.loaded.model.rare_ids[1]
+    assert tell(desk, is_narrow=False) == tell(desk_of(dense, "off"), is_narrow=False)
+    assert sum(desk.loaded.drafter.to_dict()["sources"]["mtp"]["drafted"]) > TOKENS
+
+
+def test_rare_ids_are_those_between_the_first_and_the_last():
+    assert rare_ids(248_320) == (98_304, 247_808)
+    assert rare_ids(151_936) == (98_304, 151_424)
+    for vocab_size, common_ids in ((2_560, None), (98_816, None), (248_320, 0), (248_320, 240_000)):
+        assert rare_ids(vocab_size, common_ids) == (0, 0)
 
 
 def test_depth_follows_acceptance_and_price():

@@ -116,15 +116,17 @@ def model_tensors(config: ModelConfig, dtype: DType, seed: int = 3) -> dict[str,
     return out
 
 
-def bound_model(backend, config: ModelConfig, tensors: dict[str, Tensor], max_rows: int) -> Model:
-    return Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), max_rows, min(max_rows, 64))
+def bound_model(backend, config: ModelConfig, tensors: dict[str, Tensor], max_rows: int, common_ids: int | None = None) -> Model:
+    weights = bind_weights(backend, config, MadeContainer(tensors), None)
+    return Model(backend, config, weights, max_rows, min(max_rows, 64), common_ids)
 
 
-def pair_of_lines(device, config: ModelConfig, dtype: DType, kv_format: str, max_rows: int = 128, blocks: int = 16) -> tuple[Lines, Lines]:
+def pair_of_lines(device, config: ModelConfig, dtype: DType, kv_format: str, max_rows: int = 128, blocks: int = 16,
+                  common_ids: int | None = None) -> tuple[Lines, Lines]:
     """The same model and sequences on NumPy and on the device."""
     tensors = model_tensors(config, dtype)
-    expected = Lines(bound_model(NumpyBackend(), config, tensors, max_rows), 4, blocks, kv_format, 64)
-    return expected, Lines(bound_model(CudaBackend(device), config, tensors, max_rows), 4, blocks, kv_format, 64)
+    expected = Lines(bound_model(NumpyBackend(), config, tensors, max_rows, common_ids), 4, blocks, kv_format, 64)
+    return expected, Lines(bound_model(CudaBackend(device), config, tensors, max_rows, common_ids), 4, blocks, kv_format, 64)
 
 
 def check_model(expected: Lines, found: Lines, prompt: int = 70) -> dict[str, float]:

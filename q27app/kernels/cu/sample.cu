@@ -5,6 +5,7 @@
 // Launch:    sample_adjust, sample_scan, sample_mass, sample_gather, sample_noise grid (CHUNKS, n), block (256); sample_penalize
 //            grid (n), block (256); sample_pick, sample_take grid (n), block (CHUNKS); sample_floor, sample_logprobs grid (n), block (1024)
 // Defines:   none     Limits: at most 32 logprobs a row
+//            ids skip_from .. skip_from + skip - 1 have no logits and are not looked at; skip_from % 4 == skip % 4 == 0
 // Numbers:   comparisons on order-preserving integers, masses in 40-bit fixed point: no sum depends on an order. Ties go to
 //            the lowest id, -0 equals +0. Bound: memory (one row is one megabyte of the second-level cache).
 #include "common.cuh"
@@ -37,7 +38,7 @@ struct Sample {
   float* list;                  // [n, LIST] values at or above a bound of the cut
   int* list_sizes;              // [n]
   uint32_t* floors;             // [n] lowest key that is kept
-  int n, vocab, mask_words;
+  int n, vocab, mask_words, skip_from, skip;
 };
 
 // NaN counts as -inf, +inf as the largest number: damaged logits still give one definite token.
@@ -65,6 +66,10 @@ __device__ __forceinline__ bool allowed(const Sample& p, int row, int id) {
   return !p.masks || (p.masks[(long long)row * p.mask_words + id / 32] >> (id % 32) & 1);
 }
 
+// The ids that are looked at, one after the other.
+__device__ __forceinline__ int id_count(const Sample& p) { return p.vocab - p.skip; }
+__device__ __forceinline__ int id_at(const Sample& p, int i) { return i < p.skip_from ? i : i + p.skip; }
+
 // work = (logit - penalty, masked) / temperature; a greedy row keeps its scale.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid_constant__ Sample p) {
   allow_next();
@@ -72,8 +77,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid
   const int row = blockIdx.y;
   const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   const long long base = (long long)row * p.vocab;
-  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS)
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
+    const int id = id_at(p, i);
     p.work[base + id] = allowed(p, row, id) ? defined(defined(p.logits[base + id]) / temperature) : -INFINITY;
+  }
 }
 
 // grid (n), block (256): the ids that were generated before.
@@ -100,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
   const long long base = (long long)row * p.vocab;
   unsigned long long best = 0;
   float top = -INFINITY, second = -INFINITY;
-  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) {
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
+    const int id = id_at(p, i);
     const float raw = defined(p.logits[base + id]);
     best = larger(best, candidate(p.work ? p.work[base + id] : raw, id));
     if (raw > top) second = top, top = raw;
@@ -147,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(CHUNKS) sample_pick(const __grid_co
     top = fmaxf(top, top_of[w][0]);
   }
   p.tokens[row] = candidate_id(best);
-  p.margins[row] = top > -INFINITY && p.vocab > 1 ? top - second : 0.0f;
+  p.margins[row] = top > -INFINITY && id_count(p) > 1 ? top - second : 0.0f;
   p.list_sizes[row] = 0;
 }
 
@@ -187,14 +195,15 @@ __device__ __forceinline__ unsigned long long mass_of(float value, float top, bo
   return count ? 1ull : (unsigned long long)(expf(value - top) * 1099511627776.0f);
 }
 
-// Largest key v >= floor such that the mass of {key >= v} reaches target; floor if it never does.
-__device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, float top, uint32_t floor, unsigned long long target, bool count) {
+// Largest key v >= floor such that the mass of {key >= v} reaches target; floor if it never does. Values `gap` .. `gap` + skip - 1 are
+// passed over.
+__device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, int gap, int skip, float top, uint32_t floor, unsigned long long target, bool count) {
   uint32_t prefix = 0, known = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {
     for (int i = threadIdx.x; i < 256; i += DRAW_THREADS) s.bins[i] = 0;
     __syncthreads();
-    for (int id = threadIdx.x; id < vocab; id += DRAW_THREADS) {
-      const float value = work[id];
+    for (int i = threadIdx.x; i < vocab; i += DRAW_THREADS) {
+      const float value = work[i < gap ? i : i + skip];
       const uint32_t key = order(value);
       if (key < floor || (key & known) != prefix) continue;
       const unsigned long long mass = mass_of(value, top, count);
@@ -234,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_mass(const __grid_c
   const float* work = p.work + (long long)row * p.vocab;
   const float top = top_value(p, row);
   unsigned long long mass = 0;
-  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) mass += mass_of(work[id], top, false);
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) mass += mass_of(work[id_at(p, i)], top, false);
   mass = warp_total(mass);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mass;
   __syncthreads();
@@ -270,8 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_gather(const __grid
     bound = share > 0.0f ? order(top_value(p, row) + logf(share) - 0.01f) : 0u;
   }
   __syncthreads();
-  for (int id = blockIdx.x * THREADS + threadIdx.x; id < p.vocab; id += CHUNKS * THREADS) {
-    const float value = work[id];
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
+    const float value = work[id_at(p, i)];
     if (order(value) < bound || !(value > -INFINITY)) continue;
     const int at = atomicAdd(&p.list_sizes[row], 1);
     if (at < LIST) p.list[(long long)row * LIST + at] = value;
@@ -288,21 +297,21 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS) sample_floor(const __
   if (!(p.temperature[row] > 0.0f)) return;
   const bool few = is_bounded(p, row) && p.list_sizes[row] <= LIST;
   const float* values = few ? list : p.work + (long long)row * p.vocab;
-  const int count = few ? p.list_sizes[row] : p.vocab;
+  const int count = few ? p.list_sizes[row] : id_count(p), skip = few ? 0 : p.skip;
   const float top = top_value(p, row);
   if (few) for (int i = threadIdx.x; i < count; i += DRAW_THREADS) list[i] = p.list[(long long)row * LIST + i];
   __syncthreads();
   uint32_t floor = order(-INFINITY) + 1;
-  if (cuts_k(p, row)) floor = threshold_key(s, values, count, top, floor, p.top_k[row], true);
+  if (cuts_k(p, row)) floor = threshold_key(s, values, count, p.skip_from, skip, top, floor, p.top_k[row], true);
   if (cuts_p(p, row)) {
     unsigned long long mass = 0;
     if (cuts_k(p, row)) {
       for (int i = threadIdx.x; i < count; i += DRAW_THREADS)
-        if (order(values[i]) >= floor) mass += mass_of(values[i], top, false);
+        if (const float value = values[i < p.skip_from ? i : i + skip]; order(value) >= floor) mass += mass_of(value, top, false);
       mass = block_reduce(s, mass, true);
     } else mass = mass_of_all(p, row);
     const double wanted = ceil((double)p.top_p[row] * (double)mass);
-    floor = threshold_key(s, values, count, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
+    floor = threshold_key(s, values, count, p.skip_from, skip, top, floor, wanted < 1.0 ? 1ull : (unsigned long long)wanted, false);
   }
   if (p.min_p[row] > 0.0f && p.min_p[row] <= 1.0f) floor = max(floor, order(top + logf(p.min_p[row])));
   if (threadIdx.x == 0) p.floors[row] = floor;
@@ -318,7 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_noise(const __grid_
   const float* work = p.work + (long long)row * p.vocab;
   const uint32_t floor = p.floors[row], key0 = (uint32_t)p.seeds[row], key1 = (uint32_t)(p.seeds[row] >> 32);
   unsigned long long best = 0;
-  for (int group = blockIdx.x * THREADS + threadIdx.x; group * 4 < p.vocab; group += CHUNKS * THREADS) {
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i * 4 < id_count(p); i += CHUNKS * THREADS) {
+    const int group = id_at(p, i * 4) / 4;
     bool any = false;
     for (int i = 0; i < 4; ++i) any |= group * 4 + i < p.vocab && order(work[group * 4 + i]) >= floor;
     if (!any) continue;
