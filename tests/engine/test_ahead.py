@@ -13,6 +13,12 @@ from tests.engine.conversations import settle_all
 from tests.engine.toy import VOCAB, Desk, ScriptedDrafter, TableGuide, expected_text, mix
 
 
+class NoSteps:
+    """A draft layer that is asked for nothing."""
+
+    rare_ids = (0, 0)
+
+
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(mix(seed, place) % VOCAB for place in range(length))
 
@@ -173,7 +179,7 @@ def test_chains_rest_where_they_do_not_pay_and_are_tried_now_and_then():
     for rows in (1, 4, 8, 16):
         prices.record_pass(rows, 4.0 + rows)
     prices.record_step(0.3)
-    drafts, sequences = Drafts(object(), True, 15, prices), sequences_of(4)
+    drafts, sequences = Drafts(NoSteps(), True, 15, prices), sequences_of(4)
     assert not drafts.rests(sequences)
     for sequence in sequences:
         for _ in range(50):
@@ -186,6 +192,6 @@ def test_chains_rest_where_not_everybody_has_room_for_a_draft():
     prices = PassPrices()
     prices.record_pass(1, 4.0)
     prices.record_step(0.01)
-    drafts = Drafts(object(), False, 15, prices)
+    drafts = Drafts(NoSteps(), False, 15, prices)
     assert not drafts.rests(sequences_of(8)) and drafts.rests(sequences_of(9))
     assert drafts.propose(sequences_of(9), [1] * 7 + [0] * 2) == [[]] * 9
