@@ -170,6 +170,13 @@ def _keys(tokens: np.ndarray) -> np.ndarray:
     return keys
 
 
+def may_match(sequence: Sequence, min_match: int) -> bool:
+    """False if the text's end cannot have occurred min_match tokens long, by what the index knows that was not brought up yet: a
+    text that did not repeat begins to with a run of less than GRAM."""
+    index = sequence.suffix_index
+    return index is None or index.match_length > 0 or len(sequence.tokens) - len(index) + GRAM > min_match
+
+
 def index_of(sequence: Sequence) -> SuffixIndex:
     """The sequence's index, brought up to its last token."""
     index = sequence.suffix_index

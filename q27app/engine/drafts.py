@@ -24,7 +24,7 @@ from typing import Any
 from q27app.engine.common_ids import CommonIds
 from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
-from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of
+from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of, may_match
 from q27app.engine.sequence import Sequence
 from q27app.kernels.batch import MAX_DECODE_ROWS, in_flight
 
@@ -210,7 +210,7 @@ class Drafts:
         return limit if self._fixed else control.choose(prices, limit, needs_steps, together)
 
     def _from_suffix(self, sequence: Sequence, limit: int, together: int) -> list[int]:
-        if not self._uses_suffix or limit <= 0:
+        if not self._uses_suffix or limit <= 0 or not may_match(sequence, self.min_match):
             return []
         index = index_of(sequence)
         if index.match_length < self.min_match:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from q27app.engine.draft_suffix import GRAM, MAX_COMPARED, SuffixIndex
+from q27app.engine.draft_suffix import GRAM, MAX_COMPARED, SuffixIndex, index_of, may_match
+from q27app.engine.request import Request
+from q27app.engine.sequence import Sequence
 
 
 def plain_length(tokens: list[int], limit: int = MAX_COMPARED) -> int:
@@ -50,6 +52,20 @@ def test_a_proposal_is_what_followed_the_match(prompt, answer, limit):
     whole = text + drafts
     ends = [end for end in range(length, len(text)) if text[end - length:end] == text[len(text) - length:]]
     assert any(all(whole[end + place] == drafts[place] for place in range(limit)) for end in ends)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=12),
+       st.integers(GRAM, 12))
+def test_a_text_that_did_not_repeat_need_not_be_looked_at_for_a_while(prompt, runs, min_match):
+    sequence = Sequence(Request("r", tuple(prompt)), lambda event: None, 100)
+    index_of(sequence)
+    for run in (*runs, prompt[:20], prompt[20:]):
+        sequence.append(tuple(run))
+        if may_match(sequence, min_match):
+            index_of(sequence)
+        else:
+            assert plain_length(sequence.tokens) < min_match
 
 
 def test_a_period_goes_on():
