@@ -68,11 +68,11 @@ class Only:
         return self._words
 
 
-def texts(ask, run, prompt, params: SamplingParams, guide, count: int, length: int = 3) -> np.ndarray:
-    """int [count, length]: continuations by seed. ask(request) -> an answer with `tokens`; run(): until all have ended."""
+def texts(ask, run, prompt, params: SamplingParams, guide, count: int, length: int = 3, first: int = 0) -> np.ndarray:
+    """int [count, length]: continuations by seed, from the seed `first` on. ask(request) -> an answer with `tokens`; run(): until all have ended."""
     out = []
-    for first in range(0, count, 256):
-        seeds = range(first, min(first + 256, count))
+    for begin in range(first, first + count, 256):
+        seeds = range(begin, min(begin + 256, first + count))
         answers = [ask(Request(f"{params.temperature}-{params.top_k}-{params.top_p}-{params.min_p}-{seed}", tuple(prompt), SamplingParams(
             temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed,
             max_tokens=length + 3, ignore_eos=True), guide)) for seed in seeds]

@@ -88,12 +88,13 @@ class Table:
         mtp = self.drafter._mtp if uses_mtp else None
         return Drafts(mtp, uses_suffix, cap, self.drafter._prices, fixed=True, runs_ahead=self.drafter.runs_ahead)
 
-    def ask(self, prompt, count: int, params: SamplingParams = GREEDY, **options) -> Told:
+    def ask(self, prompt, count: int, params: SamplingParams = GREEDY, ends: bool = False, **options) -> Told:
+        """ends: at an end-of-text token too."""
         self._count += 1
         told = Told()
         params = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
                                 presence_penalty=params.presence_penalty, seed=params.seed, logprobs=params.logprobs,
-                                max_tokens=count, ignore_eos=True)
+                                max_tokens=count, ignore_eos=not ends)
         self.stepper.add(Sequence(Request(f"r{self._count}", tuple(prompt), params, **options), told, count))
         return told
 
