@@ -9,6 +9,7 @@ from q27app.errors import UsageError
 
 AMPERE_SHARED = 99 * 1024
 AMPERE_THREADS = 1536
+BLOCK_SHARED = 1024
 MAX_CONTEXT = 655_360
 """Longest window that scratch is made for."""
 
@@ -52,10 +53,13 @@ class Card:
         """Enough shared memory for 16 rows in one pass."""
         return self.shared_bytes >= 200 * 1024
 
+    @property
+    def sm_shared(self) -> int:
+        """Shared memory that the blocks of a multiprocessor divide; each takes BLOCK_SHARED of it beside its own."""
+        return self.shared_bytes + BLOCK_SHARED
+
     def linear_tiles_defines(self) -> dict[str, int]:
-        if self.has_warpgroups:
-            return {"WARPGROUPS": 1}
-        return {"WARPGROUPS": 0, "TILE_STAGES": 3 if self.is_wide else 2}
+        return {"WARPGROUPS": int(self.has_warpgroups), "TILE_SHARED": self.sm_shared}
 
     def attend_defines(self) -> dict[str, int]:
         """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""

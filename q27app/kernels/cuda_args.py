@@ -71,7 +71,7 @@ class Rope(ctypes.Structure):
 
 
 class Halves(ctypes.Structure):
-    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps", i2="blocked remainder")
+    _fields_ = _fields(p="x norm row_map out inverse", i="width padded x_stride", f="eps", i2="remainder")
 
 
 class SiluMul(ctypes.Structure):

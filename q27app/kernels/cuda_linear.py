@@ -118,7 +118,7 @@ class LinearStages:
         halves, inverse = backend.scratch.halves(rows, padded)
         backend.launch("rows", "halve_short_rows" if padded <= SHORT_ROW else "halve_rows", (rows,), 256, 0, cuda_args.Halves(
             x.address, norm.address if norm else 0, row_map, halves, inverse, x.shape[1], padded, x.shape[1], backend.eps,
-            int(card.has_warpgroups), int(is_remainder)), dependent=False)
+            int(is_remainder)), dependent=False)
         splits = cuda_tiles.tile_splits(card, weight.segments, weight.units) if stage == "add" else 1
         nbytes = splits * rows * out_rows * 4
         together = splits > 1 and rows <= cuda_tiles.SIDE_BY_SIDE_ROWS and backend.scratch.holds(nbytes)

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from q27app.kernels.card import Card
+from q27app.kernels.card import BLOCK_SHARED, Card
 from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_BYTES, UNIT_COLS, Segment
 
-ROW_PAD = 8
-RING_START, MAX_STAGES, SM_SHARED, BLOCK_SHARED = 2048, 8, 228 * 1024, 1024
-"""As in tiles_warpgroup.cuh."""
+RING_START, MAX_STAGES, WARP_STAGES = 2048, 8, 4
+"""As in tiles_warpgroup.cuh; stages of tiles_warp.cuh."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class TileShape:
 
     def shared_bytes(self, card: Card, kind: int) -> int:
         """Dynamic shared memory (tiles_warp.cuh, tiles_warpgroup.cuh)."""
+        stage, room = self.tiles * UNIT_BYTES[kind] + self.tokens * UNIT_COLS * 2, card.sm_shared // self.at_once - BLOCK_SHARED
         if not card.has_warpgroups:
-            return card.linear_tiles_defines()["TILE_STAGES"] * (self.tiles * UNIT_BYTES[kind] + self.tokens * (UNIT_COLS + ROW_PAD) * 2)
-        stage = self.tiles * UNIT_BYTES[kind] + self.tokens * UNIT_COLS * 2
-        return RING_START + min(MAX_STAGES, (SM_SHARED // self.at_once - BLOCK_SHARED - RING_START) // stage) * stage
+            return max(2, min(WARP_STAGES, room // stage)) * stage
+        return RING_START + min(MAX_STAGES, (room - RING_START) // stage) * stage
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ def tile_splits(card: Card, segments: Sequence[Segment], units: int) -> int:
 def tile_shapes(card: Card) -> tuple[TileShape, ...]:
     """The shapes that kernels are built for, the one for long prompts first."""
     if not card.has_warpgroups:
-        return TileShape("wide", 8, 256, 256, 1, 1.0), TileShape("medium", 8, 128, 256, 1, 0.85), TileShape("narrow", 8, 64, 256, 1, 0.55)
+        return (TileShape("wide", 16, 128, 256, 1, 1.0), TileShape("medium", 8, 128, 128, 2, 0.94), TileShape("slim", 8, 64, 128, 2, 0.8),
+                TileShape("few", 4, 64, 128, 3, 0.66))
     return (TileShape("wide", 8, 256, 384, 1, 1.0), TileShape("medium", 8, 128, 384, 1, 0.76), TileShape("slim", 8, 64, 384, 2, 0.55),
             TileShape("few", 4, 64, 256, 3, 0.42))
 

@@ -14,6 +14,7 @@ from q27app.kernels.compiler import Compiler, Job, describe, expand
 from q27app.kernels.cuda_attention import item_warps
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
 from q27app.kernels.cuda_mixers import chunk_launch, delta_threads
+from q27app.kernels.cuda_tiles import tile_shapes
 from tests.model.geometry import config_27b
 
 CARDS = {
@@ -119,7 +120,7 @@ def resources(log: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def block_size(name: str, defines: dict[str, int]) -> int:
+def block_size(name: str, defines: dict[str, int], card: Card) -> int:
     if name.startswith(("linear_rows_", "stage_")):
         return 512
     if name in ("sample_draw", "sample_logprobs"):
@@ -130,8 +131,8 @@ def block_size(name: str, defines: dict[str, int]) -> int:
         return delta_threads(defines)
     if name == "delta_chunk":
         return chunk_launch(defines["DELTA_DIM"])[1]
-    if name.startswith(("linear_tiles_gate_up_slim", "linear_tiles_plain_few", "linear_tiles_add_few")):
-        return 128
+    if name.startswith("linear_tiles_") and name != "linear_tiles_merge":
+        return next(shape.threads for shape in tile_shapes(card) if f"_{shape.name}_" in name)
     return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256
 
 
@@ -156,5 +157,5 @@ def test_every_source_compiles_within_the_cards_limits(number, tmp_path):
             most = ROWS_SPILL_BYTES if name.startswith(ROWS) else HOT_SPILL_BYTES if name.startswith(HOT) else MAX_SPILL_BYTES
             assert used["spill"] <= most, (name, used)
             assert used["shared"] <= 48 * 1024, (name, used)
-            registers = -(-used["registers"] // 8) * 8 * block_size(name, defines)
-            assert registers <= 65536 and block_size(name, defines) <= card.max_threads, (name, used)
+            registers = -(-used["registers"] // 8) * 8 * block_size(name, defines, card)
+            assert registers <= 65536 and block_size(name, defines, card) <= card.max_threads, (name, used)

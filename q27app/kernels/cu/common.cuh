@@ -30,6 +30,11 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
   unsigned address = (unsigned)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
+// Zeros where it is not `wanted`.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool wanted) {
+  unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(wanted ? 16 : 0) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -81,6 +86,12 @@ __device__ __forceinline__ float half_to_float(uint16_t bits) { return __half2fl
 __device__ __forceinline__ uint32_t half2_from_floats(float low, float high) {
   __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&pair);
+}
+// word & mask | bits in one instruction.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(word), "r"(mask), "r"(bits));
+  return out;
 }
 __device__ __forceinline__ uint32_t half2_sub(uint32_t a, uint32_t b) {
   uint32_t out;

@@ -1,9 +1,9 @@
 // linear_tiles: the prefill GEMM, out = x W^T | added | silu(g) * u, for any number of rows, from the packed weights.
 // Reference: reference.project, reference.add_linear, reference.gate_up    Used by: layers.run_layer in prefill
 // Shapes:    x fp16 [rows, units * 64] with 1 / scale per row, W packed (quant.cuh) -> out [rows, out_stride] f32
-// Layout:    x padded with zeros to whole units; as halve_rows writes it: row-major, or in blocks where WARPGROUPS
+// Layout:    x padded with zeros to whole units; in blocks, as halve_rows writes it
 // Launch:    linear_tiles_STAGE_SHAPE_KIND, one a number type: cuda_linear.TileShape says blocks, threads and shared memory
-// Defines:   WARPGROUPS, or TILE_STAGES    Limits: none on rows
+// Defines:   WARPGROUPS, TILE_SHARED    Limits: none on rows
 // Numbers:   weights rounded to fp16 once (scale applied), f32 accumulation in the tensor cores, units ascending within a K
 //            split, splits added in order: a row's bits depend neither on the other rows nor on the shape. Bound: tensor cores.
 //
@@ -13,6 +13,11 @@
 
 constexpr int MAX_SEGMENTS = 4;
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
+enum { WIDE = 0, MEDIUM = 1, SLIM = 2, FEW = 3 };   // shapes of blocks: cuda_tiles.tile_shapes
+
+// x lies in blocks [row / 64][unit][row % 64][64 halves]: 128 bytes a row of a block, the columns in the order of the fragments
+// (put_halves in rows.cu), the 16-byte pieces swizzled by row % 8: a block is copied as it lies.
+constexpr int ROW_BLOCK = 64, ROW_BLOCK_BYTES = ROW_BLOCK * UNIT_COLS * 2, BLOCK_SHARED = 1024;   // what a block takes beside its own
 
 struct LinearTiles {
   const unsigned char* weights;
@@ -94,6 +99,10 @@ extern "C" __global__ void __launch_bounds__(256) linear_tiles_merge(const __gri
 
 #if WARPGROUPS
 #include "tiles_warpgroup.cuh"
+#else
+#include "tiles_warp.cuh"
+#endif
+
 #define LINEAR_TILES(NAME, KIND, EPILOGUE, SHAPE)                                                                        \
   extern "C" __global__ void __launch_bounds__(Shape<SHAPE>::THREADS, Shape<SHAPE>::BLOCKS_AT_ONCE)                      \
       NAME(const __grid_constant__ LinearTiles p) {                                                                      \
@@ -135,37 +144,3 @@ LINEAR_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, WIDE)
 LINEAR_TILES(linear_tiles_gate_up_medium_q4, KIND_Q4, GATE_UP, MEDIUM)
 LINEAR_TILES(linear_tiles_gate_up_slim_q4, KIND_Q4, GATE_UP, SLIM)
 LINEAR_TILES(linear_tiles_gate_up_few_q4, KIND_Q4, GATE_UP, FEW)
-#else
-#include "tiles_warp.cuh"
-#define WARP_TILES(NAME, KIND, EPILOGUE, TOKENS, TILES_ASIDE)                                     \
-  extern "C" __global__ void __launch_bounds__(256, 1) NAME(const __grid_constant__ LinearTiles p) { \
-    linear_tiles<KIND, EPILOGUE, TOKENS, TILES_ASIDE>(p);                                         \
-  }
-WARP_TILES(linear_tiles_plain_wide_f16, KIND_F16, STORE, 256, 2)
-WARP_TILES(linear_tiles_plain_medium_f16, KIND_F16, STORE, 128, 2)
-WARP_TILES(linear_tiles_plain_narrow_f16, KIND_F16, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_f16, KIND_F16, ADD, 256, 2)
-WARP_TILES(linear_tiles_add_medium_f16, KIND_F16, ADD, 128, 2)
-WARP_TILES(linear_tiles_add_narrow_f16, KIND_F16, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_f16, KIND_F16, GATE_UP, 256, 2)
-WARP_TILES(linear_tiles_gate_up_medium_f16, KIND_F16, GATE_UP, 128, 2)
-WARP_TILES(linear_tiles_gate_up_narrow_f16, KIND_F16, GATE_UP, 64, 4)
-WARP_TILES(linear_tiles_plain_wide_q8, KIND_Q8, STORE, 256, 2)
-WARP_TILES(linear_tiles_plain_medium_q8, KIND_Q8, STORE, 128, 2)
-WARP_TILES(linear_tiles_plain_narrow_q8, KIND_Q8, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_q8, KIND_Q8, ADD, 256, 2)
-WARP_TILES(linear_tiles_add_medium_q8, KIND_Q8, ADD, 128, 2)
-WARP_TILES(linear_tiles_add_narrow_q8, KIND_Q8, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_q8, KIND_Q8, GATE_UP, 256, 2)
-WARP_TILES(linear_tiles_gate_up_medium_q8, KIND_Q8, GATE_UP, 128, 2)
-WARP_TILES(linear_tiles_gate_up_narrow_q8, KIND_Q8, GATE_UP, 64, 4)
-WARP_TILES(linear_tiles_plain_wide_q4, KIND_Q4, STORE, 256, 2)
-WARP_TILES(linear_tiles_plain_medium_q4, KIND_Q4, STORE, 128, 2)
-WARP_TILES(linear_tiles_plain_narrow_q4, KIND_Q4, STORE, 64, 4)
-WARP_TILES(linear_tiles_add_wide_q4, KIND_Q4, ADD, 256, 2)
-WARP_TILES(linear_tiles_add_medium_q4, KIND_Q4, ADD, 128, 2)
-WARP_TILES(linear_tiles_add_narrow_q4, KIND_Q4, ADD, 64, 4)
-WARP_TILES(linear_tiles_gate_up_wide_q4, KIND_Q4, GATE_UP, 256, 2)
-WARP_TILES(linear_tiles_gate_up_medium_q4, KIND_Q4, GATE_UP, 128, 2)
-WARP_TILES(linear_tiles_gate_up_narrow_q4, KIND_Q4, GATE_UP, 64, 4)
-#endif

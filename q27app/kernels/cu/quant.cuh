@@ -90,14 +90,15 @@ __device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, 
   }
 }
 
-// Eight 4-bit codes of two rows -> two fragments as fp16 weights. low, high: the rows g and g + 8 of the fragment, scales alike.
-__device__ __forceinline__ void decode_q4(uint32_t low, uint32_t high, uint32_t scale_low, uint32_t scale_high, uint32_t (&a)[2][4]) {
+// Eight 4-bit codes of two rows -> their fragment of an even or an odd step as fp16 weights. low, high: the rows g and g + 8 of the
+// fragment, scales alike.
+__device__ __forceinline__ void decode_q4(uint32_t low, uint32_t high, uint32_t scale_low, uint32_t scale_high, int odd, uint32_t (&a)[4]) {
   constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u, MAGIC = 0x64006400u;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t word = (i & 1 ? high : low) >> (i < 2 ? 0 : 8), scale = i & 1 ? scale_high : scale_low;
-    a[0][i] = half2_mul(half2_sub((word & LOW) | MAGIC, 0x64086408u), scale);            // 1024 + code - 1032
-    a[1][i] = half2_mul(half2_fma((word & HIGH) | MAGIC, 0x2c002c00u, 0xd480d480u), scale);  // (1024 + 16 code) / 16 - 72
+    if (odd) a[i] = half2_mul(half2_fma(masked_or(word, HIGH, MAGIC), 0x2c002c00u, 0xd480d480u), scale);  // (1024 + 16 code) / 16 - 72
+    else a[i] = half2_mul(half2_sub(masked_or(word, LOW, MAGIC), 0x64086408u), scale);                    // 1024 + code - 1032
   }
 }
 // Four bytes of two rows -> a fragment.
@@ -123,7 +124,7 @@ __device__ __forceinline__ void decode_half_unit(const unsigned char* unit, int 
     const uint32_t low = __byte_perm(scales, 0, 0x1010), high = __byte_perm(scales, 0, 0x3232);
     if constexpr (KIND == KIND_Q4) {
       const uint2 w = *reinterpret_cast<const uint2*>(unit + lane * 16 + half * 8);
-      decode_q4(w.x, w.y, low, high, a);
+      decode_q4(w.x, w.y, low, high, 0, a[0]), decode_q4(w.x, w.y, low, high, 1, a[1]);
     } else {
       const uint4 w = *reinterpret_cast<const uint4*>(unit + half * 512 + lane * 16);
       decode_q8(w.x, w.y, low, high, a[0]), decode_q8(w.z, w.w, low, high, a[1]);
@@ -147,13 +148,50 @@ __device__ __forceinline__ void decode_half_pair(const unsigned char* first, con
     const int at = Unit<KIND>::DATA + (lane >> 2) * 4 + 2 * upper;
     const uint32_t low = *reinterpret_cast<const uint16_t*>(first + at) * 0x10001u, high = *reinterpret_cast<const uint16_t*>(second + at) * 0x10001u;
     if constexpr (KIND == KIND_Q4) {
-      decode_q4(word(first, 8 * half), word(second, 8 * half), low, high, a);
+#pragma unroll
+      for (int s = 0; s < 2; ++s) decode_q4(word(first, 8 * half), word(second, 8 * half), low, high, s, a[s]);
     } else {
 #pragma unroll
       for (int s = 0; s < 2; ++s) decode_q8(word(first, 512 * half + 8 * s), word(second, 512 * half + 8 * s), low, high, a[s]);
     }
   }
 }
+
+// A lane's numbers of a tile for STEPS steps, taken from shared memory at once, and its fragments of one step as fp16 weights.
+template <int KIND> struct Words {
+  static constexpr int STEPS = KIND == KIND_Q4 ? 4 : KIND == KIND_Q8 ? 2 : 1;
+  uint4 words;
+  uint32_t scales;
+
+  __device__ __forceinline__ void load(const unsigned char* unit, int lane, int step) {
+    words = *reinterpret_cast<const uint4*>(unit + step / STEPS * 512 + lane * 16);
+    if (KIND != KIND_F16) scales = *reinterpret_cast<const uint32_t*>(unit + Unit<KIND>::DATA + (lane >> 2) * 4);
+  }
+  __device__ __forceinline__ uint32_t word(int i) const { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+  __device__ __forceinline__ uint32_t scale(int upper) const { return __byte_perm(scales, 0, upper ? 0x3232 : 0x1010); }
+
+  __device__ __forceinline__ void tile(int step, uint32_t (&a)[4]) const {
+    if constexpr (KIND == KIND_F16) {
+      a[0] = words.x, a[1] = words.y, a[2] = words.z, a[3] = words.w;
+    } else {
+      const int at = KIND == KIND_Q4 ? step / 2 * 2 : step % 2 * 2;
+      decode(word(at), word(at + 1), scale(0), scale(1), step, a);
+    }
+  }
+  // Of two tiles, as decode_half_pair's: fragment rows g are this one's rows 8 upper + g, fragment rows g + 8 those of the second.
+  __device__ __forceinline__ void pair(const Words& second, int upper, int step, uint32_t (&a)[4]) const {
+    if constexpr (KIND == KIND_F16) {
+      a[0] = word(upper), a[1] = second.word(upper), a[2] = word(2 + upper), a[3] = second.word(2 + upper);
+    } else {
+      const int at = upper + (KIND == KIND_Q4 ? step / 2 * 2 : step % 2 * 2);
+      decode(word(at), second.word(at), scale(upper), second.scale(upper), step, a);
+    }
+  }
+  __device__ __forceinline__ static void decode(uint32_t low, uint32_t high, uint32_t scale_low, uint32_t scale_high, int step, uint32_t (&a)[4]) {
+    if constexpr (KIND == KIND_Q8) decode_q8(low, high, scale_low, scale_high, a);
+    else decode_q4(low, high, scale_low, scale_high, step % 2, a);
+  }
+};
 
 // One weight of a packed tile, for gathers. column within the padded row.
 __device__ __forceinline__ float packed_value(int kind, const unsigned char* tile, int row, int column) {

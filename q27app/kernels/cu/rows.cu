@@ -159,11 +159,10 @@ struct Halves {
   const float* x;
   const float* norm;              // or null
   const int* row_map;             // or null
-  uint16_t* out;                  // [rows, padded]
+  uint16_t* out;                  // in blocks of 64 rows (linear_tiles.cu), padded columns
   float* inverse;                 // [rows] 1 / scale
   int width, padded, x_stride;
   float eps;
-  int blocked;                    // layout of out: row-major, or in blocks (tiles_warpgroup.cuh)
   int remainder;                  // write what rounding to fp16 lost instead, 2,048 times as large
 };
 
@@ -171,14 +170,10 @@ __device__ __forceinline__ float halved(const Halves& p, float value) {
   return p.remainder ? __fmul_rn(__fsub_rn(value, half_to_float(half_from_float(value))), 2048.0f) : value;
 }
 
-// Four neighbouring columns of a row as fp16 to their place. In blocks, columns 16 q + 4 s .. + 3 of a unit are halves 2 q, 2 q + 1
+// Four neighbouring columns of a row as fp16 to their place: columns 16 q + 4 s .. + 3 of a unit are halves 2 q, 2 q + 1
 // of pieces 4 (s / 2) + 2 (s % 2) and the next: lanes 4 apart swap, so that each writes 8 bytes of one piece. All lanes of a warp.
 __device__ __forceinline__ void put_halves(const Halves& p, int row, int four, const float4& value) {
   uint32_t low = half2_from_floats(value.x, value.y), high = half2_from_floats(value.z, value.w);
-  if (!p.blocked) {
-    if (4 * four < p.padded) *reinterpret_cast<uint2*>(p.out + (long long)row * p.padded + 4 * four) = make_uint2(low, high);
-    return;
-  }
   const int unit = four / 16, q = four / 4 % 4, s = four % 4, odd = q & 1, piece = s / 2 * 4 + s % 2 * 2 + odd;
   const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? low : high, 4);
   const long long place = ((long long)(row / 64) * (p.padded / UNIT_COLS) + unit) * 64 + row % 64;

@@ -1,19 +1,13 @@
 // linear_tiles by warpgroups (compute capability 9.0). A block takes one piece of out after another: one or two warpgroups, a
 // weight tile a warp, and one that copies ahead of them, over the border of two pieces too. Weights are decoded into registers
 // while the tensor cores multiply the unit before; activations go from shared memory.
-//
-// x lies in blocks [row / 64][unit][row % 64][64 halves]: 128 bytes a row of a block, the columns in the order of the fragments
-// (put_halves in rows.cu), the 16-byte pieces swizzled by row % 8: a block is copied as it lies.
 #pragma once
 #include "quant.cuh"
 #include "warpgroup.cuh"
 
-constexpr int ROW_BLOCK = 64, ROW_BLOCK_BYTES = ROW_BLOCK * UNIT_COLS * 2, ALIGNED = 1024, RING_START = 2 * ALIGNED, MAX_STAGES = 8;
-constexpr int SM_SHARED = 228 * 1024, BLOCK_SHARED = 1024;   // of a multiprocessor, and what a block takes of it beside its own
+constexpr int ALIGNED = 1024, RING_START = 2 * ALIGNED, MAX_STAGES = 8;
 constexpr int COPIERS = 4;                                   // warps, the first of a block
 
-// SHAPE: cuda_tiles.tile_shapes.
-enum { WIDE = 0, MEDIUM = 1, SLIM = 2, FEW = 3 };
 template <int SHAPE> struct Shape {
   static constexpr int TOKENS = SHAPE == WIDE ? 256 : SHAPE == MEDIUM ? 128 : 64, TILES = SHAPE == FEW ? 4 : 8;
   static constexpr int BLOCKS_AT_ONCE = SHAPE == SLIM ? 2 : SHAPE == FEW ? 3 : 1, THREADS = 32 * (COPIERS + TILES);
@@ -27,7 +21,7 @@ template <int SHAPE> struct Shape {
 
 template <int KIND, class S> struct Ring {
   static constexpr int BLOCKS = S::TOKENS / ROW_BLOCK, ROWS = BLOCKS * ROW_BLOCK_BYTES, WEIGHTS = S::TILES * Unit<KIND>::BYTES;
-  static constexpr int FITTING = (SM_SHARED / S::BLOCKS_AT_ONCE - BLOCK_SHARED - RING_START) / (ROWS + WEIGHTS);
+  static constexpr int FITTING = (TILE_SHARED / S::BLOCKS_AT_ONCE - BLOCK_SHARED - RING_START) / (ROWS + WEIGHTS);
   static constexpr int STAGES = FITTING < MAX_STAGES ? FITTING : MAX_STAGES;
   static_assert(STAGES > 1 && BLOCKS <= COPIERS && 16 * STAGES <= ALIGNED, "a ring, and a warp a block of rows");
   unsigned char* shared;           // full [STAGES], free [STAGES], at ALIGNED rows [STAGES][ROWS], then weights [STAGES][WEIGHTS]

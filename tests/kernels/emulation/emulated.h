@@ -204,6 +204,7 @@ inline int thread_index() { return threadIdx.x; }
 inline void allow_next() {}
 inline void wait_for_earlier() {}
 inline void copy_async_16(void* shared, const void* global) { memcpy(shared, global, 16); }
+inline void copy_async_16(void* shared, const void* global, bool wanted) { wanted ? memcpy(shared, global, 16) : memset(shared, 0, 16); }
 inline void copy_async_commit() {}
 template <int PENDING> void copy_async_wait() {}
 inline uint16_t half_from_float(float value) { _Float16 h = (_Float16)value; uint16_t u; memcpy(&u, &h, 2); return u; }
@@ -213,6 +214,7 @@ template <class F> uint32_t each_half(uint32_t a, uint32_t b, uint32_t c, F f) {
   return half2_from_floats(f(half_to_float(a & 0xffff), half_to_float(b & 0xffff), half_to_float(c & 0xffff)),
                            f(half_to_float(a >> 16), half_to_float(b >> 16), half_to_float(c >> 16)));
 }
+inline uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
 inline uint32_t half2_sub(uint32_t a, uint32_t b) { return each_half(a, b, 0, [](float x, float y, float) { return x - y; }); }
 inline uint32_t half2_mul(uint32_t a, uint32_t b) { return each_half(a, b, 0, [](float x, float y, float) { return x * y; }); }
 inline uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) { return each_half(a, b, c, [](float x, float y, float z) { return x * y + z; }); }
