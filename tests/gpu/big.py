@@ -165,6 +165,37 @@ def speed(device, attempt, line) -> None:
         attempt(f"prefill {rows}", prefill)
 
 
+def repeats(device, attempt, line) -> None:
+    """Passes of all kinds over and over at the 27B's width and depth, eager and recorded: the same bits in all of the logits and rows."""
+    model = build(device, 1024)
+    backend = model.backend
+    state = model.allocate_state("fp8", 2, 80, 16)
+    table = [list(range(80))]
+    random = np.random.default_rng(2)
+    for start in range(0, 4096, 1024):
+        model.forward(make_batch("prefill", [random.integers(0, 1000, 1024)], [start], [0], table, []), state)
+    state.copy_slot(0, 1)
+
+    def check(phase: str, rows: int, times: int) -> str:
+        batch = make_batch(phase, [random.integers(0, 1000, rows)], [4096], [0], table, [rows - 1] if phase == "prefill" else None, phase == "verify")
+        run = lambda: model.forward(batch, state, warm_mtp=False)  # noqa: E731
+        kinds = [run] if phase == "prefill" else [run, backend.record(run)]
+        first = None
+        for number in range(times):
+            state.copy_slot(1, 0)
+            kinds[number % len(kinds)]()
+            found = [backend.download(part) for part in (model.logit_rows.rows(len(batch.logit_rows)), model.x.rows(rows))]
+            first = first or [part.copy() for part in found]
+            if not all(np.array_equal(a, b) for a, b in zip(first, found)):
+                raise AssertionError(f"other bits in pass {number}")
+        assert np.isfinite(first[0]).all() and first[0].std() > 0
+        return f"{times} times the same bits"
+
+    for phase, rows, times in (("decode", 1, 200), ("verify", 1, 200), ("verify", 8, 200), ("verify", 16, 200), ("prefill", 1, 200),
+                               ("prefill", 17, 200), ("prefill", 64, 200), ("prefill", 500, 40)):
+        attempt(f"27B {phase} of {rows} rows at 4,096", lambda phase=phase, rows=rows, times=times: check(phase, rows, times))
+
+
 def once(device, attempt, line) -> None:
     """Two eager decode passes, for a profiler."""
     model = build(device, 64)

@@ -5,6 +5,7 @@ Every line is one result; a failed check prints its error and the run goes on, e
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -19,8 +20,9 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.gpu import big, parity, whole
-from tests.kernels import cuda_checks
+from tests.kernels import cuda_checks, delta_checks
 from tests.kernels.made import make_batch
+from tests.model.geometry import config_27b
 
 CACHE = Path(tempfile.gettempdir()) / "q27app-kernels"
 ROWS, PREFILL = (1, 2, 3, 5, 8, 9, 12, 16), (1, 5, 17, 63, 64, 500)
@@ -167,16 +169,34 @@ def forced(device: CudaDevice) -> None:
     played.close()
 
 
+def delta(device: CudaDevice) -> None:
+    """The delta rule at the 27B's heads: float32 sums, so close; the same bits however the rows are cut."""
+    for sharp in (False, True):
+        def check(sharp=sharp):
+            bench = delta_checks.DeltaBench(device, config_27b(), sharp)
+            errors = delta_checks.check_delta(bench, 300), delta_checks.check_steps(bench, 48, (1, 2, 3, 5, 8, 12, 16))
+            return limited(max(errors), delta_checks.TOLERANCE) + f" (prefill {errors[0]:.1e}, steps {errors[1]:.1e})"
+        attempt(f"delta rule{', sharp' if sharp else ''}", check)
+
+
+def few_multiprocessors(device: CudaDevice) -> None:
+    """As on a card with so many multiprocessors as GPU_SMS says: a tool's time goes by blocks, and each does more."""
+    if "GPU_SMS" in os.environ:
+        device.card = replace(device.card, num_sms=int(os.environ["GPU_SMS"]))
+
+
 def sanitized_nano(device: CudaDevice) -> None:
-    """Every kernel once at small shapes and all row counts, for compute-sanitizer."""
+    """Every kernel at small shapes and all row counts, for compute-sanitizer; GPU_KV: formats; GPU_ROWS: counts."""
+    few_multiprocessors(device)
     nano = replace(cuda_checks.NANO, hidden_size=256, intermediate_size=512, vocab_size=640)
-    for kv_format in ("fp16", "fp8"):
-        attempt(f"nano {kv_format}", lambda kv_format=kv_format: big.touch_everything(device, nano, kv_format, (1, 2, 3, 5, 8, 12, 16, 17)))
+    counts = tuple(int(count) for count in os.environ.get("GPU_ROWS", "1 2 3 5 8 12 16 17").split())
+    for kv_format in os.environ.get("GPU_KV", "fp16 fp8").split():
+        attempt(f"nano {kv_format}", lambda kv_format=kv_format: big.touch_everything(device, nano, kv_format, counts))
 
 
 def sanitized_wide(device: CudaDevice) -> None:
     """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows."""
-    wide = replace(big.config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
+    wide = replace(config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
     attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", (1, 8, 17)))
 
 
@@ -187,7 +207,8 @@ def sanitized(device: CudaDevice) -> None:
 
 
 SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES),
-            "stages": stages, "models": models, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages,
+            "stages": stages, "models": models, "delta": delta, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages,
+            "repeats": big.repeats,
             "sanitized": sanitized, "sanitized_nano": sanitized_nano, "sanitized_wide": sanitized_wide}
 
 
@@ -211,7 +232,7 @@ def main(names: list[str]) -> int:
     line("open and compile", f"{time.perf_counter() - start:.1f} s")
     for name in names:
         try:
-            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once", "decode", "prefill") else ()))
+            SECTIONS[name](device, *((attempt, line) if name in ("speed", "once", "decode", "prefill", "repeats") else ()))
         except Exception as error:
             failures.append(name)
             traceback.print_exc(limit=-6)
