@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64
-WARPS, WARPS_BACK = 8, 8
+WARPS, WARPS_BACK = 4, 4
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 4, 256: 10, 512: 30, 1024: 24, 2048: 11, 4096: 11, 8192: 10}
+SHARES = {128: 4, 256: 9, 512: 28, 1024: 22, 2048: 11, 4096: 14, 8192: 12}
 EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.15

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ def held_out(count: int) -> list[tuple[str, str, Conversation]]:
     return found
 
 
+@cache
 def rendered(renderer: Renderer, count: int, dialect: str) -> list[tuple[str, str, np.ndarray, int]]:
     """(task, split, ids, where the last answer begins)."""
     found = []

@@ -126,9 +126,7 @@ class Attention(nn.Module):
 def attend(query: Tensor, key: Tensor, value: Tensor, batch: int) -> Tensor:
     """Causal attention within each of `batch` sequences of equal length; all [rows, heads, dim]."""
     query, key, value = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (query, key, value))
-    ratio = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(ratio, 1), value.repeat_interleave(ratio, 1)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(0, 1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
 
 def attend_drafts(query: Tensor, pairs: list[tuple[Tensor, Tensor]], batch: int) -> Tensor:

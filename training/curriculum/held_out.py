@@ -8,9 +8,7 @@ having been learnt ("How much is 3 EUR in USD?"), are left as they are.
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from curriculum.arithmetic import arithmetic, follow_up
 from curriculum.copying import copying, editing
@@ -20,6 +18,7 @@ from curriculum.facts import facts
 from curriculum.mix import idle, remembered, ruled
 from curriculum.recall import make_recall
 from curriculum.records import extraction, listing, summary
+from curriculum.telling import telling_words, tells, tool_words
 from curriculum.tool_calls import refusal, tool_call
 from curriculum.tool_pool import WRITTEN
 
@@ -32,35 +31,21 @@ def recall_4k(rng: random.Random, split: str) -> Example:
     return make_recall(rng, split, CHARS_OF_4K, rng.randint(3, 12), 1)
 
 
-UNTELLING = frozenset("a an the one this that of in to for and with is what how or by on at".split())
 TAUGHT = frozenset(tool.name for tool in WRITTEN)
-
-
-def _words(text: str) -> set[str]:
-    """Lower-case words of a text or an identifier, plural and verb endings off, those that tell nothing left out."""
-    parts = re.findall(r"[A-Z]?[a-z]+", text)
-    return {re.sub(r"(?<=..)(e|s|es|ed|ing)$", "", part.lower()) for part in parts if part.lower() not in UNTELLING}
-
-
-def tool_words(tool: Mapping[str, Any]) -> set[str]:
-    """Words of a declaration: of the name, the description and the parameters' names."""
-    function = tool["function"]
-    return _words(" ".join([function["name"], function["description"], *function["parameters"]["properties"]]))
 
 
 def is_told(example: Example) -> bool:
     """Whether every call's request has more words of the called tool than of each other declared one, words of its values aside."""
     tools = {tool["function"]["name"]: tool_words(tool) for tool in example.tools}
-    if len({frozenset(_words(name)) for name in tools}) < len(tools):
+    if len({frozenset(telling_words(name)) for name in tools}) < len(tools):
         return False
-    asked: set[str] = set()
+    text = ""
     for step in example.steps:
         if step.role == "user":
-            asked = _words(step.text)
+            text = step.text
         for call in step.calls:
-            said = asked - _words(" ".join(value for value in call["arguments"].values() if isinstance(value, str)))
-            own = len(said & tools[call["name"]])
-            if call["name"] not in TAUGHT and any(len(said & words) >= own for name, words in tools.items() if name != call["name"]):
+            rest = [words for name, words in tools.items() if name != call["name"]]
+            if call["name"] not in TAUGHT and not tells(text, call["arguments"].values(), tools[call["name"]], rest):
                 return False
     return True
 

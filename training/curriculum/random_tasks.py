@@ -166,7 +166,7 @@ def _facts(rng: random.Random, count: int) -> list[tuple[str, str, str]]:
     owners = [_owner(rng) for _ in range(max(1, count if rng.random() < 0.6 else count // 2))]
     if rng.random() < 0.5:
         owners = _alike(rng, len(owners))
-    make = rng.choice((short_value, code, _number, _number, _number))
+    make = rng.choice((short_value, short_value, any_word, code, _number, _number, _number))
     found = {(rng.choice(owners), rng.choice(kinds) if rng.random() < 0.9 else any_word(rng)): make(rng) for _ in range(count)}
     return [(owner, kind, value) for (owner, kind), value in found.items()]
 
@@ -185,16 +185,35 @@ def _filler(rng: random.Random, num_chars: int) -> list[str]:
     return lines
 
 
+MENTIONED = ("{o} {w} {w} {w}", "{w} {w} {o} {w}", "{w} and {o} {w} the {w}", "it was {n} when {w} {w} {o} {w} {w}", "the {w} of {o} is {w}", "{o} {w} {n} {w}",
+             "{w} {w} {n} for {o}", "nobody {w} why {o} {w} {w}", "{o}, {w} {w} and {n}", "a {k} {w} {n} {w}", "{w} {w} the {k} {w} {v}", "the {k} is {v}, {w} {w}",
+             "{w} {k} and {w} {k}", "{v} {w} {w}, not the {k} of {o}")
+"""What is said of an owner without the kind, or of a kind without the owner: no answer is in it."""
+
+
+def _mentions(rng: random.Random, facts: list[tuple[str, str, str]], count: int) -> list[str]:
+    """Lines with the facts' owners and kinds that tell none of the facts."""
+    found = []
+    for _ in range(count):
+        owner, kind, value = rng.choice(facts)
+        other = short_value(rng) if rng.random() < 0.5 else _number(rng) if value.isdigit() else any_word(rng)
+        found.append(_wrapped(rng, _filled(rng, rng.choice(MENTIONED), o=owner, k=kind, v=other, n=digits(rng, 4))))
+    return found
+
+
 def random_recall(rng: random.Random, num_chars: int, num_facts: int, num_questions: int) -> Example:
     """As `recall.make_recall`, with owners, kinds, values and wordings that are all made."""
     facts = _facts(rng, num_facts)
-    lines, late = _filler(rng, num_chars), rng.choice((0.0, 0.3, 1.0, 1.0))
+    mentions = min(rng.randint(1, 2 * len(facts)), num_chars // 120) if rng.random() < 0.5 else 0
+    lines, late = _filler(rng, num_chars - 50 * mentions), rng.choice((0.0, 0.3, 1.0, 1.0))
     form = rng.choice(SAID_LATE if rng.random() < late else SAID)
     for owner, kind, value in facts:
         if rng.random() < 0.4:
             form = rng.choice(SAID_LATE if rng.random() < late else SAID)
         said = _wrapped(rng, _filled(rng, form, o=owner, k=kind, v=value))
         lines.insert(rng.randint(0, len(lines)), said if said.lower().startswith((value.lower(), owner.lower())) else capital(rng, said))
+    for line in _mentions(rng, facts, mentions):
+        lines.insert(rng.randint(0, len(lines)), capital(rng, line))
     text = rng.choice(("", "", f"{words(rng, 1, 6).capitalize()}:\n\n", "Text:\n\n", f"{words(rng, 3, 12).capitalize()}.\n\n")) \
         + ("\n" if rng.random() < 0.6 else " ").join(lines)
     steps: list[Step] = []

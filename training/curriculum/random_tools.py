@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from curriculum.pools import ANIMALS, CITIES, COLORS, DAYS, FRUITS, MONTHS, PEOP
 from curriculum.random_words import (
     any_id, any_name, any_record, any_word, digits, identifier, inflected, said_sentence, short_value, words,
 )
+from curriculum.telling import tells, tool_words
 from curriculum.tool_pool import NOUNS, PARAMS, VERBS, Declaration
 
 
@@ -72,7 +73,7 @@ def _param(rng: random.Random) -> Param:
 
 
 def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomTool:
-    """A tool; `like`: one that shares a word with it."""
+    """A tool; `like`: one that shares a word with it, and now and then parameters."""
     verb = rng.choice(VERBS) if rng.random() < 0.4 else any_word(rng)
     noun = rng.choice(NOUNS) if rng.random() < 0.3 else any_word(rng)
     if like is not None:
@@ -86,6 +87,8 @@ def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomToo
         words(rng, 2, 7).capitalize(), said_sentence(rng), f"{verb.capitalize()} the {noun} of {rng.choice(('a', 'the'))} {any_word(rng)}",
         f"{inflected(rng, verb).capitalize()} {any_word(rng)} {noun}s.", f"Tool for the {noun}. {said_sentence(rng)}"))
     made = [_param(rng) for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5)))]
+    if like is not None and rng.random() < 0.4:
+        made[-rng.randint(1, 2):] = rng.sample(like.params, min(len(like.params), rng.randint(1, 2)))
     if rng.random() < 0.15:
         made[0] = Param(noun, made[0].kind, made[0].schema)
     if rng.random() < 0.1:
@@ -103,9 +106,9 @@ def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomToo
 
 def others(rng: random.Random, count: int, taken: set[str], like: RandomTool | None = None) -> list[Declaration]:
     """Declarations of other tools, some of which look like the one that is asked for."""
-    found = []
+    found, alike = [], rng.choice((0.1, 0.3, 0.5, 0.8))
     while len(found) < count:
-        tool = random_tool(rng, like if rng.random() < 0.3 else None)
+        tool = random_tool(rng, like if rng.random() < alike else None)
         if tool.name not in taken:
             taken.add(tool.name)
             found.append(tool.declaration)
@@ -133,7 +136,7 @@ def make_value(rng: random.Random, param: Param) -> Any:
     shape = rng.random()
     if shape < 0.12:
         return said_sentence(rng, 2, 7)
-    return words(rng, 2, 4) if shape < 0.24 else rng.choice((*DAYS, *MONTHS)) if shape < 0.3 else short_value(rng)
+    return words(rng, 2, 4) if shape < 0.27 else rng.choice((*DAYS, *MONTHS)) if shape < 0.3 else short_value(rng)
 
 
 def said(rng: random.Random, param: Param, value: Any, is_marked: bool) -> str:
@@ -213,6 +216,17 @@ def participle(rng: random.Random) -> str:
     return word if found in reserved_words() else found
 
 
+SMALL = """is what I for the as of to a this it here and with be you my has was in on at by now that these so we if when which are not there do
+me all from or can will who how first then about""".split()
+"""Words that stand between key and value elsewhere: what they say in a clause of their own, they say of no value."""
+
+
+def clause(rng: random.Random) -> str:
+    """Words before the arguments that are none of them, many of which look as if they told one."""
+    found = [rng.choice(SMALL) if rng.random() < 0.6 else any_word(rng) for _ in range(rng.randint(2, 8))]
+    return f"{rng.choice(('', '', 'and ', 'so ', 'but '))}{' '.join(found)}"
+
+
 LINKS = ("in", "at", "for", "on", "to", "from", "with", "into", "by", "of", "and", "as", "about", "until", "near", "under", "the", "a", "is", "my", "over")
 
 
@@ -250,24 +264,39 @@ def _described(rng: random.Random, tool: RandomTool) -> str:
     return " ".join(about[begin:begin + rng.randint(2, 4)]) if len(about) - begin > 1 else " ".join(about[-2:])
 
 
-def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool) -> str:
-    """A user's words for a call with these arguments. is_alone: no other tool is declared, so nothing need tell them apart."""
+def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], declared: Sequence[Declaration]) -> str:
+    """A user's words for a call with these arguments, told apart from the other tools that are declared wherever words can do it."""
+    own, rest = tool_words(tool.declaration), [tool_words(entry) for entry in declared if entry is not tool.declaration]
+    keys = {key for entry in declared if entry is not tool.declaration for key in entry["function"]["parameters"]["properties"]}
+    for _ in range(6):
+        text = _request(rng, tool, given, not rest, keys)
+        if tells(text, [value for _, value in given], own, rest):
+            break
+    return text
+
+
+def _request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool, shared: set[str]) -> str:
+    """One try. is_alone: no other tool is declared, so nothing need tell them apart. shared: names of the others' parameters."""
     kind, lead, tail = rng.random(), rng.choice(LEADS), rng.choice(TAILS)
     verb = tool.verb if rng.random() < 0.88 else inflected(rng, tool.verb)
     noun = tool.noun if rng.random() < 0.88 else inflected(rng, tool.noun)
     named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
     worded = f"{verb} {rng.choice(DETERMINERS) if rng.random() < 0.8 else any_word(rng)} {noun}".replace("  ", " ")
-    if kind < 0.14 and given:
-        text = lead + _keyed(rng, given) + tail
+    sure = [index for index, (param, _) in enumerate(given) if param.name not in shared]
+    if kind < 0.18 and sure:
+        text = lead + _keyed(rng, given, rng.choice(sure)) + tail
     elif kind < 0.68:
         what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
         joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 7)}: ", f", {words(rng, 1, 5)} ",
                             f". {words(rng, 1, 4).capitalize()}: "))
+        if rng.random() < 0.25:
+            joint = f"{rng.choice((', ', ', ', '. ', '; ', ' - '))}{clause(rng)}{rng.choice((': ', ': ', ', ', '; '))}"
         if not told:
             text = lead + what + tail
         elif rng.random() < 0.15:
-            text = f"{_noise(rng, 0.3)}{told}{rng.choice(('. ', ': ', ', ', '; '))}{lead}{what}{tail}"
+            before = f"{clause(rng)}{rng.choice((': ', ', '))}" if rng.random() < 0.3 else _noise(rng, 0.3)
+            text = f"{before}{told}{rng.choice(('. ', ': ', ', ', '; '))}{lead}{what}{tail}"
         else:
             text = lead + _noise(rng, 0.2) + what + _noise(rng, 0.0) + joint + told + (")" if joint == " (" else "") + tail
     else:
@@ -283,10 +312,9 @@ def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]
     return text[0].upper() + text[1:] if rng.random() < 0.85 else text
 
 
-def _keyed(rng: random.Random, given: list[tuple[Param, Any]]) -> str:
-    """No word of the tool: which one is meant is told by the name of a parameter next to its value, and by what fits."""
+def _keyed(rng: random.Random, given: list[tuple[Param, Any]], sure: int) -> str:
+    """No word of the tool: which one is meant is told by the name of parameter `sure` next to its value, and by what fits."""
     verb, link = any_word(rng), rng.choice(LINKS)
-    sure = rng.randrange(len(given))
     told = []
     for index, (param, value) in enumerate(given):
         text, key = said(rng, param, value, True), param.name.replace("_", " ")
@@ -305,7 +333,21 @@ def chosen_arguments(rng: random.Random, tool: RandomTool) -> list[tuple[Param, 
     optional = list(tool.params[tool.required:])
     picked = set(rng.sample(range(len(optional)), count - tool.required)) if count > tool.required else set()
     kept = [*tool.params[:tool.required], *(param for index, param in enumerate(optional) if index in picked)]
-    return [(param, make_value(rng, param)) for param in kept]
+    given = [(param, make_value(rng, param)) for param in kept]
+    return _akin(rng, tool, given) if rng.random() < 0.2 else given
+
+
+def _akin(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]]) -> list[tuple[Param, Any]]:
+    """Values that look like something else: like another value, a parameter's name, a word of the tool or of the request."""
+    texts = [value for param, value in given if isinstance(value, str)]
+    found = []
+    for param, value in given:
+        if param.kind == "string" and rng.random() < 0.6:
+            first = rng.choice((*(text.split()[0] for text in texts), rng.choice(SMALL), rng.choice(tool.params).name, tool.noun, tool.verb))
+            value = first if rng.random() < 0.5 else f"{first} {any_word(rng)}" if rng.random() < 0.6 else f"{any_word(rng)} {first}"
+            texts.append(value)
+        found.append((param, value))
+    return found
 
 
 def random_result(rng: random.Random) -> tuple[dict[str, Any], str]:

@@ -9,7 +9,7 @@ from curriculum.phrases import noisy, recall_question
 from curriculum.pools import ANIMALS, COLORS, NEW_ANIMALS, NEW_COLORS, THINGS, NEW_THINGS, code, city, excerpt, full_name, invented, sentence, word
 from curriculum.random_tasks import random_recall, short_recall
 
-MADE_SHARE = 0.85
+MADE_SHARE = 0.8
 """Of the training examples: made by `random_tasks`."""
 STATE = (
     "The {k} of {o} is {v}.", "Remember: the {k} of {o} is {v}.", "{o}: {k} {v}.", "Note that {o} has the {k} {v}.",

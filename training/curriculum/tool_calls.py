@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curriculum.example import NEW, TRAIN, Example, Step, choose
@@ -106,14 +106,14 @@ def _others(rng: random.Random, split: str, count: int, taken: set[str], like: R
     return found
 
 
-def _random(rng: random.Random, tool: RandomTool, is_alone: bool) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
+def _random(rng: random.Random, tool: RandomTool, declared: Sequence[Declaration]) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
     given = chosen_arguments(rng, tool)
-    return tool.declaration, random_request(rng, tool, given, is_alone), {param.name: value for param, value in given}, *random_result(rng)
+    return tool.declaration, random_request(rng, tool, given, declared), {param.name: value for param, value in given}, *random_result(rng)
 
 
 def _choice(rng: random.Random, split: str) -> tuple[Declaration, str, dict[str, Any], dict[str, Any], str]:
     if split == TRAIN and rng.random() < RANDOM_SHARE:
-        return _random(rng, random_tool(rng), False)
+        return _random(rng, random_tool(rng), ())
     return _written(rng, split) if rng.random() < 0.45 else _made(rng, split)
 
 
@@ -121,7 +121,8 @@ def tool_call(rng: random.Random, split: str) -> Example:
     """One or several tools, a request, the call; half of the time also the result and the answer from it."""
     if split == TRAIN and rng.random() < RANDOM_SHARE:
         tool, count = random_tool(rng), rng.choice(COUNTS)
-        made, more = _random(rng, tool, count == 0), _others(rng, split, count, {tool.name}, tool)
+        more = _others(rng, split, count, {tool.name}, tool)
+        made = _random(rng, tool, more)
     else:
         made = _choice(rng, split)
         more = _others(rng, split, rng.choice(COUNTS), {made[0]["function"]["name"]})
@@ -144,18 +145,18 @@ def tool_call(rng: random.Random, split: str) -> Example:
 def _drill(rng: random.Random) -> Example:
     """More requests than tools, all of them made, so that much is called for few declarations."""
     first = random_tool(rng)
-    tools = {first.name: first}
+    tools, alike = {first.name: first}, rng.choice((0.1, 0.4, 0.8))
     for _ in range(rng.choice((0, 0, 1, 1, 2, 2, 3, 4))):
-        tool = random_tool(rng, first if rng.random() < 0.3 else None)
+        tool = random_tool(rng, first if rng.random() < alike else None)
         tools.setdefault(tool.name, tool)
+    declared = [tool.declaration for tool in tools.values()] + _others(rng, TRAIN, rng.choice((0, 0, 0, 1)), set(tools), first)
     asked = [*tools.values(), *rng.choices(list(tools.values()), k=rng.randint(1, 2 * len(tools) + 1))]
     rng.shuffle(asked)
     steps: list[Step] = []
     for tool in asked:
-        _, request, arguments, result, says = _random(rng, tool, len(tools) == 1)
+        _, request, arguments, result, says = _random(rng, tool, declared)
         steps += [Step("user", request), Step("assistant", "", None, ({"name": tool.name, "arguments": arguments},)),
                   Step("tool", json.dumps(result)), Step("assistant", says)]
-    declared = [tool.declaration for tool in tools.values()] + _others(rng, TRAIN, rng.choice((0, 0, 0, 1)), set(tools), first)
     rng.shuffle(declared)
     return Example("tool_results", tuple(steps), {"kind": "exact", "value": steps[-1].text}, tools=tuple(declared))
 
