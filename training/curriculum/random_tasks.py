@@ -114,7 +114,8 @@ SAID = ("the {k} of {o} is {v}", "{o} has the {k} {v}", "{v} is the {k} of {o}",
 )
 SAID_LATE = ("{v} is the {k} of {o}",) * 5 + (
     "{v} is the {k} for {o}", "{v} as {k} of {o}", "{v}: {k} of {o}", "{v} is what {o} has as {k}", "{v} {w} {o} as {k}", "{v} for {o}, {w} {k}",
-    "{v} {w} the {k} of {o}", "the {k} {v} {w} {o}", "{v} {w} {k} of {o}", "{v} was {w} {o} as {k}", "{v} is {w} the {k} of {o}", "{v}, the {k} of {o}")
+    "{v} {w} the {k} of {o}", "the {k} {v} {w} {o}", "{v} {w} {k} of {o}", "{v} was {w} {o} as {k}", "{v} is {w} the {k} of {o}", "{v}, the {k} of {o}",
+    "{v}, {k} of {o}", "{v}, {k} of {o}", "{v}, {k} for {o}", "{v} - {k} of {o}", "{v} ({k} of {o})", "{v}, {w} {k} of {o}", "{v}, {k} {w} {o}")
 """The value stands before its owner: whose it is must be carried along or looked up backwards."""
 ASKED = ("the {k} of {o}", "the {k} for {o}", "{o}'s {k}", "which {k} {o} has", "{k} of {o}", "{o}: {k}", "what {k} {w} {o}", "{o}, {k}", "{o} {w} which {k}",
          "the {k} that {o} {w}", "{k} {w} {o}", "{o} and the {k}", "the {k} of {o} is {w}", "{o}'s {k} is {w}", "the {k} of {o} {w} {w}", "which {k} {w} {o}", "the {k} {w} {w} {o}", "{o} {w} {w} the {k}", "for {o} the {k}")
@@ -240,7 +241,9 @@ def random_extraction(rng: random.Random) -> Example:
         record = any_record(rng, 1, 6)
     shape = rng.choice(("the {k} is {v}", "{k}: {v}", "{k} {v}", "{v} is the {k}", "with {k} {v}", "{k} = {v}", "{v} ({k})", "{v} as {k}", "{k} {w} {v}",
                         "{w} {k} {v}", "{v} {w} {k}", "{v} {k}", "{w} {v} {w} {k}"))
-    told = [_filled(rng, shape, k=key, v=value if isinstance(value, str) else json.dumps(value)) for key, value in rng.sample(list(record.items()), len(record))]
+    bare = rng.choice(list(record)) if rng.random() < 0.3 else None  # one value without its key: what is left for it is it
+    told = [_filled(rng, "{v}" if key == bare else shape, k=key, v=value if isinstance(value, str) else json.dumps(value))
+            for key, value in rng.sample(list(record.items()), len(record))]
     joint = rng.choice((", ", "; ", ". ", "\n", " and ", f" {any_word(rng)} "))
     before = capital(rng, rng.choice((f"{words(rng, 1, 5)} ", f"{words(rng, 1, 3)}: "))) if rng.random() < 0.5 else ""
     body = before + joint.join(told) + rng.choice((".", "", f" {words(rng, 1, 5)}."))
