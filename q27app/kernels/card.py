@@ -62,12 +62,12 @@ class Card:
         return {"WARPGROUPS": int(self.has_warpgroups), "TILE_SHARED": self.sm_shared}
 
     def attend_defines(self) -> dict[str, int]:
-        """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n. QUERY_WARPS: of a block of prefill."""
+        """Cuts of the keys: fixed positions, chosen per card; CUT_n up to BORDER_n."""
         if self.is_wide:
             cuts = {"CUT_0": 128, "BORDER_0": 4096, "CUT_1": 512, "BORDER_1": 65536, "CUT_2": 1024}
         else:
             cuts = {"CUT_0": 128, "BORDER_0": 2048, "CUT_1": 512, "BORDER_1": 32768, "CUT_2": 2048}
-        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "QUERY_WARPS": 8 if self.is_wide else 4, "WIDE": int(self.is_wide)}
+        return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "WIDE": int(self.is_wide)}
 
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""

@@ -16,6 +16,8 @@ COUNTERS = 64
 ITEM_ROWS = (1, 4, 8, 16)
 """Most rows of an item, by kernel: attend_decode_1 and so on."""
 MERGE_DIMS = 128
+QUERIES, STEP = 128, 32
+"""Rows of a block of prefill, and positions that it attends at a time by warps."""
 
 
 def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int, wide: bool) -> int:
@@ -39,12 +41,13 @@ def item_warps(item_rows: int) -> int:
     return 4 if item_rows <= 4 else item_rows
 
 
-def prefill_block(card, head_dim: int) -> tuple[int, int]:
-    """(threads, bytes of dynamic shared memory) of attend_prefill (attend_warp.cuh, attend_warpgroup.cuh)."""
-    warps = card.attend_defines()["QUERY_WARPS"]
+def prefill_block(card, form, head_dim: int) -> tuple[int, int]:
+    """(threads, bytes of dynamic shared memory) of attend_prefill (attend_warp.cuh, attend_warpgroup.cuh). form: the KVFormat."""
     if card.has_warpgroups:
         return 384, 2048 + 6 * BLOCK_POSITIONS * head_dim * 2
-    return 32 * warps, (16 * warps + 2 * BLOCK_POSITIONS) * (head_dim + 8) * 2
+    tile, plain = STEP * head_dim * 2, 2 * head_dim
+    rows = form.key_row_bytes(1, head_dim), form.value_row_bytes(1, head_dim)
+    return 2 * QUERIES, sum(3 * tile if row == plain else 2 * tile + 2 * STEP * row for row in rows)
 
 
 class Attention:
@@ -90,9 +93,8 @@ class Attention:
 
     def _prefill(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
         backend, geometry = self._backend, self._backend.state.geometry
-        queries = 16 * backend.device.card.attend_defines()["QUERY_WARPS"]
-        tiles = sum(-(-int(rows) // queries) for rows in np.diff(batch.row_starts))
-        threads, shared = prefill_block(backend.device.card, geometry.head_dim)
+        tiles = sum(-(-int(rows) // QUERIES) for rows in np.diff(batch.row_starts))
+        threads, shared = prefill_block(backend.device.card, backend.state.form, geometry.head_dim)
         backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), threads, shared, args, dependent=False)
 
     def _item_rows(self, largest: int) -> int:

@@ -48,10 +48,8 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
     wide = geometry.delta_head_dim >= 128
     delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
              "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width}
-    cuts = card.attend_defines()
-    prefill = attend | {"QUERY_WARPS": cuts["QUERY_WARPS"], "WARPGROUPS": int(card.has_warpgroups)}
-    decode = attend | {name: value for name, value in cuts.items() if name != "QUERY_WARPS"}
-    return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill, 
+    prefill = attend | {"WARPGROUPS": int(card.has_warpgroups)}
+    return {"attend_rows": attend, "attend_decode": attend | card.attend_defines(), "attend_prefill": prefill,
             "delta_step": delta | {"SLICES": 4 if wide else 1, "LANE_COLUMNS": 1},
             "delta_chunk": delta}
 

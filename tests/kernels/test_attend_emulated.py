@@ -41,9 +41,11 @@ def test_attention_of_a_format(name, card, config):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("card", [CARD, replace(SMALL_CARD, capability=(8, 9))], ids=["warpgroups", "warps"])
 @pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
-def test_prefill_by_warpgroups(name):
-    device = EmulatedDevice(CARD)
+def test_prefill_in_chunks(name, card):
+    """Tiles of queries that end anywhere, keys that a tile's last rows alone see."""
+    device = EmulatedDevice(card)
     bench = attend_checks.AttendBench(device, CONFIG, name, 6, 1, 200)
     attend_checks.fill(bench, 192)
     for position, counts in ((61, (100, 37)), (0, (150,))):

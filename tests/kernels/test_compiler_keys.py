@@ -11,10 +11,11 @@ from q27app.errors import GpuError
 from q27app.kernels import compiler as compiler_module
 from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
 from q27app.kernels.compiler import Compiler, Job, describe, expand
-from q27app.kernels.cuda_attention import item_warps
+from q27app.kernels.cuda_attention import item_warps, prefill_block
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
 from q27app.kernels.cuda_mixers import chunk_launch, delta_threads
 from q27app.kernels.cuda_tiles import tile_shapes
+from q27app.kernels.kv_formats import kv_format
 from tests.model.geometry import config_27b
 
 CARDS = {
@@ -133,7 +134,7 @@ def block_size(name: str, defines: dict[str, int], card: Card) -> int:
         return chunk_launch(defines["DELTA_DIM"])[1]
     if name.startswith("linear_tiles_") and name != "linear_tiles_merge":
         return next(shape.threads for shape in tile_shapes(card) if f"_{shape.name}_" in name)
-    return 32 * defines["QUERY_WARPS"] if name == "attend_prefill" else 256
+    return prefill_block(card, kv_format("fp16"), defines["HEAD_DIM"])[0] if name == "attend_prefill" else 256
 
 
 @pytest.mark.long

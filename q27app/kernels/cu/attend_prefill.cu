@@ -3,13 +3,13 @@
 // Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
 // Launch:    grid (query tiles, heads), block and shared as cuda_attention.prefill_block
-// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, QUERY_WARPS, WARPGROUPS
-// Numbers:   fp16 products, f32 sums and softmax; key tiles of 64 positions from 0, ascending: a row's bits depend on its
+// Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, WARPGROUPS
+// Numbers:   fp16 products, f32 sums and softmax; steps of 32 or 64 positions from 0, ascending: a row's bits depend on its
 //            position and prefix alone. Bound: tensor cores.
 #include "kv_format.cuh"
 #include "mma.cuh"
 
-constexpr int KEYS = 64, QUERIES = QUERY_WARPS * 16, DIM_BLOCKS = HEAD_DIM / 64;
+constexpr int QUERY_WARPS = 8, QUERIES = QUERY_WARPS * 16, DIM_BLOCKS = HEAD_DIM / 64;
 
 __device__ __forceinline__ float gated(float value, float gate) { return __fmul_rn(value, __fdividef(1.0f, 1.0f + __expf(-gate))); }
 
@@ -80,6 +80,51 @@ __device__ __forceinline__ void put_attended(const Attend& p, float (&out)[DIM_B
         }
       }
     }
+  }
+}
+
+// Scores of a tile -> shares as fp16 fragments; out and sum are brought to the new maximum.
+template <int GROUPS>
+__device__ __forceinline__ void soften(float (&score)[GROUPS][4], const float (&factor)[2], const int (&position)[2], bool is_cut, int start,
+                                       int first_position, float (&top)[2], float (&sum)[2], float (&correction)[2], uint32_t (&a)[GROUPS / 2][4]) {
+  const int c = threadIdx.x & 3;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float now = top[i];
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& s = score[n][2 * i + j];
+        s = __fmul_rn(s, factor[i]);
+        if (is_cut) {
+          const int key = start + n * 8 + 2 * c + j;
+          if (key > position[i] || key < first_position) s = -INFINITY;
+        }
+        now = fmaxf(now, s);
+      }
+    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
+    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
+    const float base = now == -INFINITY ? 0.0f : now;
+    correction[i] = exp2_quick(top[i] - base);
+    top[i] = now;
+    float part = 0.0f;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& s = score[n][2 * i + j];
+        s = exp2_quick(s - base);
+        part = __fadd_rn(part, s);
+      }
+    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 1));
+    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 2));
+    sum[i] = fmaf(sum[i], correction[i], part);
+  }
+#pragma unroll
+  for (int s = 0; s < GROUPS / 2; ++s) {
+    a[s][0] = half2_from_floats(score[2 * s][0], score[2 * s][1]), a[s][1] = half2_from_floats(score[2 * s][2], score[2 * s][3]);
+    a[s][2] = half2_from_floats(score[2 * s + 1][0], score[2 * s + 1][1]), a[s][3] = half2_from_floats(score[2 * s + 1][2], score[2 * s + 1][3]);
   }
 }
 

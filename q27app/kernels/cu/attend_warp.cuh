@@ -1,114 +1,183 @@
-// attend_prefill by warps (mma_f16): QUERY_WARPS warps of 16 rows, queries, keys and values in shared memory, row by row.
+// attend_prefill by warps (mma_f16): QUERY_WARPS warps of 16 rows, whose queries stay in registers. Keys and values lie in shared
+// memory as fp16, STEP positions at a time: fp16 ones are copied there two steps ahead, codes one step ahead of being expanded.
 #pragma once
 #include "kv_format.cuh"
 #include "mma.cuh"
 
-constexpr int THREADS = QUERY_WARPS * 32, STRIDE = HEAD_DIM + 8;
-constexpr int DIM_TILES = HEAD_DIM / 8, STEP = 32, KEY_TILES = STEP / 8;   // keys of a softmax step
-static_assert(!TURNED_VALUES || QUERIES * BLOCK_DIMS * 4 <= (QUERIES + 2 * KEYS) * STRIDE * 2, "what was attended fits in shared memory");
+constexpr int THREADS = QUERY_WARPS * 32, STEP = 32, KEY_GROUPS = STEP / 8, DIM_GROUPS = HEAD_DIM / 8, DIM_STEPS = HEAD_DIM / 16;
+constexpr int TILE = STEP * HEAD_DIM * 2;
+static_assert(BLOCK_POSITIONS % STEP == 0, "a step lies in one block");
 
-extern "C" __global__ void __launch_bounds__(THREADS) attend_prefill(const __grid_constant__ Attend p) {
-  SHARED_BYTES(shared);
-  uint16_t* q = reinterpret_cast<uint16_t*>(shared);
-  uint16_t* k = q + QUERIES * STRIDE;
-  uint16_t* v = k + KEYS * STRIDE;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, c = lane & 3, head = blockIdx.y, key_head = head / GROUP;
-  int seq, first, end;
-  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
-  for (int i = threadIdx.x; i < QUERIES * (HEAD_DIM / 8); i += THREADS) {
-    const int r = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8);
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (first + r < end) value = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
-    *reinterpret_cast<uint4*>(q + r * STRIDE + piece * 8) = value;
+// Where keys, or values, of a step are: fp16 in a ring of three, or codes in a ring of two and what they become in another.
+template <int CODE> struct Tiles {
+  static constexpr bool CODED = CODE != CODE_HALF;
+  static constexpr int ROW = code_row_bytes(CODE), RAW = STEP * ROW, BYTES = CODED ? 2 * RAW + 2 * TILE : 3 * TILE;
+  unsigned char* shared;
+
+  __device__ __forceinline__ unsigned char* tile(int index) const { return shared + (CODED ? index % 2 : index % 3) * TILE; }
+  __device__ __forceinline__ unsigned char* raw(int index) const { return shared + 2 * TILE + index % 2 * RAW; }
+
+  // source: of the head in the block of `start`, the first position of step `index`.
+  __device__ __forceinline__ void copy(const unsigned char* source, int index, int first, int end) const {
+    const int start = index * STEP;
+    const unsigned char* from = source + start % BLOCK_POSITIONS * ROW;
+    if constexpr (CODED) {
+      for (int chunk = threadIdx.x; chunk < RAW / 16; chunk += THREADS) copy_async_16(raw(index) + chunk * 16, from + chunk * 16);
+    } else {
+      constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = THREADS / PIECES;   // of 16 bytes in a row; rows of a round
+      static_assert(AT_ONCE % 8 == 0 && STEP % AT_ONCE == 0, "whole rounds, of equal places but for the row");
+      const int key = threadIdx.x / PIECES;
+      unsigned char* to = reinterpret_cast<unsigned char*>(SwizzledRows<STEP>{tile(index)}.at(key, threadIdx.x % PIECES * 8));
+#pragma unroll
+      for (int i = 0; i < STEP; i += AT_ONCE)
+        copy_async_16(to + i * 128, from + threadIdx.x * 16 + i * ROW, start + key + i >= first && start + key + i < end);
+    }
   }
-  float factor[2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  int position[2];
+  __device__ __forceinline__ void expand(int index, int first, int end) const {
+    const int start = index * STEP;
+    const SwizzledRows<STEP> rows = {tile(index)};
+    if constexpr (is_turned(CODE)) {
+      constexpr int PIECES = HEAD_DIM / 32;
+      const float level = level_of<low_bits(CODE)>(threadIdx.x);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = first + warp * 16 + g + 8 * i;
-    position[i] = row < end ? p.positions[row] : -1;
-    factor[i] = row < end ? p.q_factor[(long long)row * NUM_HEADS + head] : 0.0f;
-  }
-  float out[DIM_BLOCKS][8][4];
+      for (int base = 0; base < STEP * PIECES; base += THREADS) {
+        static_assert(STEP * PIECES % THREADS == 0, "whole warps");
+        const int at = base + threadIdx.x, key = at / PIECES;
+        TurnedPiece<CODE> piece;
+        piece.load(raw(index) + key * ROW, at % PIECES);
+        expand_turned<CODE>(piece, at % PIECES, start + key >= first && start + key < end, level, rows, key);
+      }
+    } else if constexpr (CODED) {
 #pragma unroll
-  for (int n = 0; n < DIM_TILES; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
-  const int keys = p.positions[end - 1] + 1;
-  const int warp_last = first + warp * 16 < end ? p.positions[min(first + warp * 16 + 15, end - 1)] : -1;
-#pragma unroll 1
-  for (int start = 0; start < keys; start += KEYS) {
-    const unsigned char* source = kv_block(p, seq, start);
-    __syncthreads();
-    expand_tile<KEY_CODE, THREADS>(source + key_head * K_HEAD, start, p.first_position, keys, StridedRows{k, STRIDE}, threadIdx.x);
-    expand_tile<VALUE_CODE, THREADS>(source + KV_VALUES + key_head * V_HEAD, start, p.first_position, keys, StridedRows{v, STRIDE}, threadIdx.x);
-    __syncthreads();
-#pragma unroll 1
-    for (int step = 0; step < KEYS; step += STEP) {
-    if (start + step > warp_last) break;   // nothing here for this warp
-    float score[KEY_TILES][4];
-#pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
-#pragma unroll 2
-    for (int d = 0; d < HEAD_DIM; d += 16) {
-      uint32_t a[4], b[4];
-      load_matrices(a, q + (warp * 16 + lane % 16) * STRIDE + d + lane / 16 * 8);
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; n += 2) {
-        load_matrices(b, k + (step + (n + lane / 16) * 8 + lane % 8) * STRIDE + d + lane / 8 % 2 * 8);
-        mma_f16(score[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-        mma_f16(score[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      for (int base = 0; base < RAW / 16; base += THREADS) {
+        const int chunk = base + threadIdx.x, key = chunk / (ROW / 16);
+        if (chunk >= RAW / 16) break;
+        uint4 codes = make_uint4(0, 0, 0, 0);
+        if (start + key >= first && start + key < end) codes = *reinterpret_cast<const uint4*>(raw(index) + chunk * 16);
+        expand_plain<CODE>(codes, rows, key, chunk % (ROW / 16) * 16);
       }
     }
-    float correction[2];
+  }
+};
+using Keys = Tiles<KEY_CODE>;
+using Values = Tiles<VALUE_CODE>;
+static_assert(!TURNED_VALUES || QUERIES * BLOCK_DIMS * 4 <= Keys::BYTES + Values::BYTES, "what was attended fits in shared memory");
+
+// Fragments of 16 rows of queries.
+__device__ __forceinline__ void load_queries(const Attend& p, int head, int first, int end, uint32_t (&a)[DIM_STEPS][4]) {
+  const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float now = top[i];
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + g + 8 * i;
+    const uint16_t* q = p.q_half + ((long long)min(row, end - 1) * NUM_HEADS + head) * HEAD_DIM + 2 * c;
 #pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int key = start + step + n * 8 + 2 * c + j;
-          float& s = score[n][2 * i + j];
-          s = key <= position[i] && key >= p.first_position ? __fmul_rn(s, factor[i]) : -INFINITY;
-          now = fmaxf(now, s);
-        }
-      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
-      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
-      correction[i] = now == top[i] ? 1.0f : expf(top[i] - now);
-      top[i] = now;
-      float part = 0.0f;
-#pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& s = score[n][2 * i + j];
-          s = now == -INFINITY ? 0.0f : expf(s - now);
-          part = __fadd_rn(part, s);
-        }
-      part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 1));
-      part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 2));
-      sum[i] = fmaf(sum[i], correction[i], part);
+    for (int d = 0; d < DIM_STEPS; ++d) {
+      a[d][i] = *reinterpret_cast<const uint32_t*>(q + d * 16);
+      a[d][2 + i] = *reinterpret_cast<const uint32_t*>(q + d * 16 + 8);
     }
+  }
+}
+
+__device__ __forceinline__ void score_keys(const uint32_t (&a)[DIM_STEPS][4], const unsigned char* keys, float (&score)[KEY_GROUPS][4]) {
+  const int lane = threadIdx.x % 32, at = (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+#pragma unroll
+  for (int n = 0; n < KEY_GROUPS; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
+#pragma unroll
+  for (int d = 0; d < DIM_STEPS; ++d) {
+#pragma unroll
+    for (int n = 0; n < KEY_GROUPS; n += 2) {
+      uint32_t b[4];
+      load_matrices(b, keys + (at ^ d % 4 * 32) + (d / 4 * STEP + n * 8) * 128);
+      mma_f16(score[n], a[d][0], a[d][1], a[d][2], a[d][3], b[0], b[1]);
+      mma_f16(score[n + 1], a[d][0], a[d][1], a[d][2], a[d][3], b[2], b[3]);
+    }
+  }
+}
+
+__device__ __forceinline__ void weigh_values(float (&out)[DIM_BLOCKS][8][4], const uint32_t (&a)[STEP / 16][4], const unsigned char* values) {
+  const int lane = threadIdx.x % 32, at = lane * 128 + lane % 8 * 16;
+#pragma unroll
+  for (int n = 0; n < DIM_GROUPS; n += 2) {
+    uint32_t b[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_transposed(b[i], values + (at ^ (n + i) % 8 * 16) + n / 8 * STEP * 128);
+#pragma unroll
+    for (int s = 0; s < STEP / 16; ++s)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) mma_f16(out[n / 8][(n + i) % 8], a[s][0], a[s][1], a[s][2], a[s][3], b[i][2 * s], b[i][2 * s + 1]);
+  }
+}
+static_assert(STEP == 32, "a lane names a position");
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
+  SHARED_BYTES(shared);
+  const Keys key_tiles = {shared};
+  const Values value_tiles = {shared + Keys::BYTES};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, head = blockIdx.y, key_head = head / GROUP;
+  int seq, first, end;
+  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
+  const int own = first + warp * 16, keys = p.positions[end - 1] + 1, steps = (keys + STEP - 1) / STEP;
+  const auto source = [&](int index) { return kv_block(p, seq, min(index, steps - 1) * STEP); };
+  const auto copy = [&](const unsigned char* block, int index) {
+    if (index < steps) {
+      key_tiles.copy(block + key_head * K_HEAD, index, p.first_position, keys);
+      value_tiles.copy(block + KV_VALUES + key_head * V_HEAD, index, p.first_position, keys);
+    }
+    copy_async_commit();
+  };
+  const auto expand = [&](int index) {
+    if (index < steps) key_tiles.expand(index, p.first_position, keys), value_tiles.expand(index, p.first_position, keys);
+  };
+  copy(source(0), 0), copy(source(1), 1);
+  uint32_t queries[DIM_STEPS][4];
+  load_queries(p, head, own, end, queries);
+  float factor[2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)   // powers of two from here on
+    factor[i] = __fmul_rn(p.q_factor[(long long)min(own + g + 8 * i, end - 1) * NUM_HEADS + head], 1.44269504f);
+  const int lowest = own < end ? p.positions[own] : -16;   // rows of a sequence have positions one after the other
+  float out[DIM_BLOCKS][8][4];
+#pragma unroll
+  for (int n = 0; n < DIM_GROUPS; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
+  constexpr bool CODED = Keys::CODED || Values::CODED;
+  if constexpr (CODED) {
+    copy_async_wait<1>();
+    __syncthreads();
+    expand(0);
+  }
+  const auto attend = [&](int index) {
+    const int start = index * STEP;
+    if (start > lowest + 15) return;   // nothing here for this warp
+    float score[KEY_GROUPS][4], correction[2];
+    uint32_t shares[STEP / 16][4];
+    const int position[2] = {lowest + g, lowest + g + 8};
+    score_keys(queries, key_tiles.tile(index), score);
+    soften(score, factor, position, start + STEP - 1 > lowest || start < p.first_position, start, p.first_position, top, sum, correction, shares);
     if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
 #pragma unroll
-      for (int n = 0; n < DIM_TILES; ++n) {
+      for (int n = 0; n < DIM_GROUPS; ++n) {
         float(&o)[4] = out[n / 8][n % 8];
         o[0] *= correction[0], o[1] *= correction[0], o[2] *= correction[1], o[3] *= correction[1];
       }
-    uint32_t a[KEY_TILES / 2][4];
-#pragma unroll
-    for (int s = 0; s < KEY_TILES / 2; ++s) {
-      a[s][0] = half2_from_floats(score[2 * s][0], score[2 * s][1]), a[s][1] = half2_from_floats(score[2 * s][2], score[2 * s][3]);
-      a[s][2] = half2_from_floats(score[2 * s + 1][0], score[2 * s + 1][1]), a[s][3] = half2_from_floats(score[2 * s + 1][2], score[2 * s + 1][3]);
-    }
-#pragma unroll
-    for (int n = 0; n < DIM_TILES; ++n) {
-      uint32_t b[4];
-      load_transposed(b, v + (step + lane) * STRIDE + n * 8);
-      mma_f16(out[n / 8][n % 8], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-      mma_f16(out[n / 8][n % 8], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
-    }
+    weigh_values(out, shares, value_tiles.tile(index));
+  };
+#pragma unroll 1
+  for (int index = 0; index < steps; ++index) {
+    const unsigned char* block = source(index + 2);
+    copy_async_wait<CODED ? 0 : 1>();
+    __syncthreads();   // whatever was read or written in the step before is done with
+    copy(block, index + 2);
+    if constexpr (CODED) {   // half of the warps expand first, the others multiply first
+#pragma unroll 1
+      for (int turn = 0; turn < 2; ++turn) {
+        if (turn == warp / (QUERY_WARPS / 2)) expand(index + 1);
+        else attend(index);
+      }
+    } else {
+      attend(index);
     }
   }
+  copy_async_wait<0>();
   if constexpr (TURNED_VALUES) __syncthreads();   // keys and values give their place to what was attended
-  put_attended(p, out, sum, head, first + warp * 16, end, reinterpret_cast<float*>(shared) + warp * 16 * BLOCK_DIMS);
+  put_attended(p, out, sum, head, own, end, reinterpret_cast<float*>(shared) + warp * 16 * BLOCK_DIMS);
 }

@@ -4,7 +4,7 @@
 #include "kv_format.cuh"
 #include "warpgroup.cuh"
 
-constexpr int THREADS = 384, STAGES = 2, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
+constexpr int KEYS = 64, THREADS = 384, STAGES = 2, DIM_GROUPS = HEAD_DIM / 8, KEY_GROUPS = KEYS / 8;
 constexpr int TILE = KEYS * HEAD_DIM * 2, ALIGNED = 1024;
 constexpr bool FEED_TOGETHER = TURNED_KEYS && TURNED_VALUES;   // all four warps feed both, else two feed keys and two values
 constexpr int FEEDERS = FEED_TOGETHER ? 128 : 64;
@@ -31,9 +31,9 @@ struct Feed {
   int stage, phase;
 
   __device__ __forceinline__ const unsigned char* source(int start) const { return kv_block(p, seq, start) + offset; }
-  __device__ __forceinline__ SwizzledRows begin() const {
+  __device__ __forceinline__ SwizzledRows<KEYS> begin() const {
     arrival_wait(shared.barrier(is_values ? VALUES_FREE : KEYS_FREE, stage), phase ^ 1);
-    return SwizzledRows{is_values ? shared.values(stage) : shared.keys(stage)};
+    return SwizzledRows<KEYS>{is_values ? shared.values(stage) : shared.keys(stage)};
   }
   __device__ __forceinline__ void end() {
     publish_shared();
@@ -59,7 +59,7 @@ template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
   };
   const auto put = [&](int round, uint4 (&raw)[AT_ONCE]) {
     const int base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
-    const SwizzledRows rows = round % ROUNDS == 0 ? feed.begin() : SwizzledRows{feed.is_values ? feed.shared.values(feed.stage) : feed.shared.keys(feed.stage)};
+    const SwizzledRows<KEYS> rows = round % ROUNDS == 0 ? feed.begin() : SwizzledRows<KEYS>{feed.is_values ? feed.shared.values(feed.stage) : feed.shared.keys(feed.stage)};
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int chunk = base + i * FEEDERS;
@@ -104,50 +104,6 @@ __device__ __forceinline__ void feed(const Attend& p, const AttendShared& shared
   }
 }
 
-// Scores of a tile -> shares as fp16 fragments; out and sum are brought to the new maximum.
-__device__ __forceinline__ void soften(float (&score)[KEY_GROUPS][4], const float (&factor)[2], const int (&position)[2], bool is_cut, int start,
-                                       int first_position, float (&top)[2], float (&sum)[2], float (&correction)[2], uint32_t (&a)[KEYS / 16][4]) {
-  const int c = threadIdx.x & 3;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float now = top[i];
-#pragma unroll
-    for (int n = 0; n < KEY_GROUPS; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& s = score[n][2 * i + j];
-        s = __fmul_rn(s, factor[i]);
-        if (is_cut) {
-          const int key = start + n * 8 + 2 * c + j;
-          if (key > position[i] || key < first_position) s = -INFINITY;
-        }
-        now = fmaxf(now, s);
-      }
-    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
-    now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
-    const float base = now == -INFINITY ? 0.0f : now;
-    correction[i] = exp2_near(top[i] - base);
-    top[i] = now;
-    float part = 0.0f;
-#pragma unroll
-    for (int n = 0; n < KEY_GROUPS; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& s = score[n][2 * i + j];
-        s = exp2_near(s - base);
-        part = __fadd_rn(part, s);
-      }
-    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 1));
-    part = __fadd_rn(part, __shfl_xor_sync(ALL_LANES, part, 2));
-    sum[i] = fmaf(sum[i], correction[i], part);
-  }
-#pragma unroll
-  for (int s = 0; s < KEYS / 16; ++s) {
-    a[s][0] = half2_from_floats(score[2 * s][0], score[2 * s][1]), a[s][1] = half2_from_floats(score[2 * s][2], score[2 * s][3]);
-    a[s][2] = half2_from_floats(score[2 * s + 1][0], score[2 * s + 1][1]), a[s][3] = half2_from_floats(score[2 * s + 1][2], score[2 * s + 1][3]);
-  }
-}
-
 __device__ __forceinline__ void weigh_values(float (&out)[DIM_BLOCKS][8][4], const uint32_t (&a)[4], const unsigned char* values, int step) {
   if constexpr (DIM_BLOCKS == 4) {
     warpgroup_mma_across(reinterpret_cast<float(&)[32][4]>(out), a, values, step);
@@ -175,7 +131,7 @@ __device__ __forceinline__ void attend_group(const Attend& p, const AttendShared
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int at = thread + (base + i) * 128;
-      if (base + i < PIECES) *SwizzledRows{queries}.at(at / (HEAD_DIM / 8), at % (HEAD_DIM / 8) * 8) = value[i];
+      if (base + i < PIECES) *SwizzledRows<KEYS>{queries}.at(at / (HEAD_DIM / 8), at % (HEAD_DIM / 8) * 8) = value[i];
     }
   }
   publish_shared();

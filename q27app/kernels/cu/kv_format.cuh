@@ -137,17 +137,12 @@ __device__ __forceinline__ float write_query(const Attend& p, int row, int head,
   return power_inverse(scale) * rsqrtf((float)HEAD_DIM);
 }
 
-// Where a tile's numbers go in shared memory as fp16, eight at a time.
-struct StridedRows {
-  uint16_t* tile;
-  int stride;   // halves
-  __device__ __forceinline__ uint4* at(int key, int number) const { return reinterpret_cast<uint4*>(tile + key * stride + number); }
-};
-// As warpgroup matrix instructions want it: [number / 64][key][64], the 16-byte pieces of 128 bytes in the order piece ^ (key % 8).
-struct SwizzledRows {
+// Where the numbers of KEYS keys go in shared memory as fp16, eight at a time: [number / 64][key][64], the 16-byte pieces of 128 bytes
+// in the order piece ^ (key % 8), as warpgroup matrix instructions want it and ldmatrix likes it.
+template <int KEYS> struct SwizzledRows {
   unsigned char* tile;
   __device__ __forceinline__ uint4* at(int key, int number) const {
-    return reinterpret_cast<uint4*>(tile + (number / 64 * BLOCK_POSITIONS + key) * 128 + (number / 8 % 8 ^ key % 8) * 16);
+    return reinterpret_cast<uint4*>(tile + (number / 64 * KEYS + key) * 128 + (number / 8 % 8 ^ key % 8) * 16);
   }
 };
 

@@ -64,11 +64,6 @@ __device__ __forceinline__ uint64_t across_descriptor(const void* rows) {
   const uint64_t address = __cvta_generic_to_shared(rows);
   return (address >> 4 & 0x3fff) | (uint64_t)(64 * 128 >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-__device__ __forceinline__ float exp2_near(float value) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
-  return out;
-}
 
 // Operands of a multiplication: the sums of 8 columns each, and their names in the text.
 #define SUMS_1(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])

@@ -340,7 +340,6 @@ template <int GROUPS> void warpgroup_mma_across(float (&c)[GROUPS][4], const uin
 inline void publish_shared() {}
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
-inline float exp2_near(float value) { return exp2f(value); }
 inline void load_matrices(uint32_t (&out)[4], const void* row) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
