@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,18 @@ class Rerun:
         self.run()
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Garbage in cycles may hold page-locked memory or events of what is closed; giving those back ends a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Graph:
@@ -35,13 +49,15 @@ class Graph:
     def capture(cls, driver: Any, check: Callable[[tuple], Any], stream: Any, run: Callable[[], None]) -> "Graph":
         """Record `run`. Everything it launches must be loaded, and nothing may be allocated meanwhile."""
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver.cuStreamBeginCapture(stream, mode))
-        try:
-            run()
-        except BaseException:
-            driver.cuStreamEndCapture(stream)
-            raise
-        return cls(driver, check, stream, check(driver.cuStreamEndCapture(stream)))
+        with _collector_paused():
+            check(driver.cuStreamBeginCapture(stream, mode))
+            try:
+                run()
+            except BaseException:
+                driver.cuStreamEndCapture(stream)
+                raise
+            captured = check(driver.cuStreamEndCapture(stream))
+        return cls(driver, check, stream, captured)
 
     @property
     def is_open(self) -> bool:

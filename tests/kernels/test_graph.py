@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +28,10 @@ class Driver:
             return (int(name == self.fails), *values.get(name, ()))
 
         return call
+
+
+class Area:
+    """Holds page-locked memory, say."""
 
 
 def check(result: tuple):
@@ -57,6 +63,41 @@ def test_an_error_while_recording_ends_the_capture():
     with pytest.raises(ValueError, match="of the pass"):
         Graph.capture(driver, check, "stream", run)
     assert driver.calls[-1] == "cuStreamEndCapture" and "cuGraphInstantiate" not in driver.calls
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_in_cycles_is_not_collected_while_recording(fails):
+    driver, gone_after = Driver(), []
+
+    def run() -> None:
+        for _ in range(3):
+            area = Area()
+            area.itself = area
+            weakref.finalize(area, lambda: gone_after.append(driver.calls[-1]))
+        del area
+        many = [[] for _ in range(20_000)]   # enough for a collection of the young at any usual threshold
+        assert many and not gone_after
+        if fails:
+            raise ValueError("of the pass")
+
+    assert gc.isenabled()
+    if fails:
+        with pytest.raises(ValueError, match="of the pass"):
+            Graph.capture(driver, check, "stream", run)
+    else:
+        Graph.capture(driver, check, "stream", run)
+    assert gc.isenabled()
+    gc.collect()
+    assert len(gone_after) == 3 and "cuStreamBeginCapture" not in gone_after
+
+
+def test_the_collector_stays_off_where_it_was_off():
+    gc.disable()
+    try:
+        Graph.capture(Driver(), check, "stream", lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_graph_that_cannot_be_made_leaves_nothing():
