@@ -98,7 +98,7 @@ class Sample(ctypes.Structure):
         p="logits work temperature top_k top_p min_p presence frequency seeds positions penalty_starts penalty_ids "
           "penalty_counts masks num_logprobs part_best part_top tokens margins logprobs logprob_ids "
           "part_mass list list_sizes floors",
-        i="n vocab mask_words skip_from skip",
+        i="n vocab mask_words skip_from skip adjusts",
     )
 
 
@@ -112,6 +112,10 @@ class DraftNext(ctypes.Structure):
           "frequencies table",
         i="step rows half",
     )
+
+
+class DraftTurn(ctypes.Structure):
+    _fields_ = [("next", DraftNext), ("embed", Embed), *_fields(p="part_best part_top")]
 
 
 class Follow(ctypes.Structure):

@@ -67,7 +67,9 @@ class Attention:
         if o is not None:
             args.q_half, args.q_factor = backend.scratch.queries(batch.num_rows)
             tasks += geometry.num_heads
-        backend.launch("attend_rows", "attend_rows", (batch.num_rows, -(-tasks // 8)), 256, 0, args, dependent=not backend.is_prefill)
+        # a draft step moves the positions, and later kernels look at them before they wait
+        backend.launch("attend_rows", "attend_rows", (batch.num_rows, -(-tasks // 8)), 256, 0, args,
+                       dependent=batch.phase not in ("prefill", "draft"))
         if o is not None:
             (self._prefill if backend.is_prefill else self._decode)(args, y, o, batch)
 

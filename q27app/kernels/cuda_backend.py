@@ -296,7 +296,7 @@ class CudaBackend:
 
     def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, hidden: CudaBuffer,
                   x: CudaBuffer) -> None:
-        self._linear.mtp_input(enorm, hnorm, weight, embed, self.area.at("tokens"), hidden, x)
+        self._linear.mtp_input(enorm, hnorm, weight, embed, self.area.at("tokens"), hidden, x, self._sampler.take_turn())
 
     def commit(self, accepted: np.ndarray | None = None) -> None:
         if self._deferred is None:
@@ -349,8 +349,8 @@ class CudaBackend:
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._sampler.begin_drafts(rows, limits)
 
-    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int] = (0, 0)) -> None:
-        self._sampler.draw_drafts(logits, skip)
+    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int] = (0, 0), goes_on: bool = False) -> None:
+        self._sampler.draw_drafts(logits, skip, goes_on)
 
     def drafted(self) -> Drafted:
         return self._sampler.drafted()

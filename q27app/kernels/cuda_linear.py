@@ -151,20 +151,22 @@ class LinearStages:
     def embed(self, weight: CudaWeight, tokens: int, x: CudaBuffer) -> None:
         args = self._embed_args(weight, tokens, x.shape[1])
         args.out = x.address
-        self._first("embed", x.shape[0], args)
+        # what changed the positions must have ended, as later kernels look at them before they wait
+        self._backend.launch("rows", "embed", (x.shape[0],), 512, 0, args, dependent=False)
 
     def mtp_input(self, enorm: CudaVector, hnorm: CudaVector, weight: CudaWeight, embed: CudaWeight, tokens: int,
-                  hidden: CudaBuffer, x: CudaBuffer) -> None:
+                  hidden: CudaBuffer, x: CudaBuffer, turn: cuda_args.DraftTurn | None = None) -> None:
+        """turn: of the draft step before, whose draw becomes the batch here."""
         width = hidden.shape[1]
         joined = self._backend.scratch.wide(x.shape[0], 2 * width)
         args = self._embed_args(embed, tokens, width)
         args.norm, args.hidden, args.hidden_norm, args.out = enorm.address, hidden.address, hnorm.address, joined.address
-        self._first("mtp_rows", x.shape[0], args)
+        if turn is None:
+            self._backend.launch("rows", "mtp_rows", (x.shape[0], 2), 512, 0, args, dependent=not self._backend.is_prefill)
+        else:
+            turn.embed = args
+            self._backend.launch("draft", "draft_turn", (x.shape[0], 2), 512, 0, turn)
         self.project(None, weight, joined, x)
-
-    def _first(self, name: str, rows: int, args: cuda_args.Embed) -> None:
-        """The first kernel of a pass: what changed the positions must have ended, as later ones look at them before they wait."""
-        self._backend.launch("rows", name, (rows,), 256, 0, args, dependent=False)
 
     def _embed_args(self, weight: CudaWeight, tokens: int, width: int) -> cuda_args.Embed:
         if len(weight.segments) != 1 or weight.paired or weight.shape[1] != width:
@@ -177,7 +179,7 @@ class LinearStages:
 
     def final_norm(self, norm: CudaVector, x: CudaBuffer, final: CudaBuffer) -> None:
         args = cuda_args.FinalNorm(x.address, norm.address, final.address, x.shape[1], self._backend.eps)
-        self._backend.launch("rows", "final_norm", (x.shape[0],), 256, 0, args)
+        self._backend.launch("rows", "final_norm", (x.shape[0],), 512, 0, args)
 
 
 assert TILE_ROWS == 16

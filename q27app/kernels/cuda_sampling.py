@@ -92,6 +92,7 @@ class Sampler:
         self._rows, self._num_logprobs, self._accepted_valid = 0, np.zeros(0, np.int32), False
         self._step, self._chain = 0, cuda_args.Sample()
         self._chain_limits, self._chain_kinds, self._chain_rows = 0, Kinds(), 0
+        self._turn: cuda_args.DraftTurn | None = None
 
     @property
     def tokens(self) -> int:
@@ -107,13 +108,16 @@ class Sampler:
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
         self._accepted_valid, self._sent = False, None
         args, _ = self._inputs.put(rows)
-        self._launch(args, logits, _kinds(rows), (0, 0))
+        self._choose(args, logits, _kinds(rows), (0, 0))
+        if (self._num_logprobs >= 0).any():
+            self._backend.launch("sample", "sample_logprobs", (n,), 1024, 0, args)
 
     def _check(self, logits: CudaBuffer, n: int) -> None:
         if n > self.max_rows or logits.shape[0] < n or logits.shape[1] != self.vocab:
             raise Q27Error(f"sample: {n} rows of logits {list(logits.shape)}, expected at most {self.max_rows} of {self.vocab}.")
 
-    def _launch(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: Kinds, skip: tuple[int, int]) -> None:
+    def _choose(self, args: cuda_args.Sample, logits: CudaBuffer, kinds: Kinds, skip: tuple[int, int], is_last: bool = True) -> None:
+        """is_last: tokens and margins are there then; else they are what `draft_turn` finds in the parts."""
         n = self._rows
         args.skip_from, args.skip = skip[0], skip[1] - skip[0]
         args.logits, args.n, args.vocab = logits.address, n, self.vocab
@@ -122,13 +126,15 @@ class Sampler:
         args.logprobs, args.logprob_ids = self._logprobs, self._logprob_ids
         args.part_mass, args.list, args.list_sizes, args.floors = self._part_mass, self._list, self._cuts, self._cuts + 4 * self.max_rows
         launch = self._backend.launch
+        args.work, args.adjusts = 0, int((kinds.drawn or bool(args.masks)) and not kinds.penalized)
         if kinds.drawn or kinds.penalized or args.masks:
             args.work = self._work
-            launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args)
         if kinds.penalized:
+            launch("sample", "sample_adjust", (CHUNKS, n), 256, 0, args)
             launch("sample", "sample_penalize", (n,), 256, 0, args)
         launch("sample", "sample_scan", (CHUNKS, n), 256, 0, args)
-        launch("sample", "sample_pick", (n,), CHUNKS, 0, args)
+        if is_last or kinds.drawn:
+            launch("sample", "sample_pick", (n,), CHUNKS, 0, args)
         if kinds.summed:
             launch("sample", "sample_mass", (CHUNKS, n), 256, 0, args)
         if kinds.cut:
@@ -136,9 +142,8 @@ class Sampler:
         if kinds.drawn:
             launch("sample", "sample_floor", (n,), 1024, 0, args)
             launch("sample", "sample_noise", (CHUNKS, n), 256, 0, args)
-            launch("sample", "sample_take", (n,), CHUNKS, 0, args)
-        if (self._num_logprobs >= 0).any():
-            launch("sample", "sample_logprobs", (n,), 1024, 0, args)
+            if is_last:
+                launch("sample", "sample_take", (n,), CHUNKS, 0, args)
 
     # a chain of drafts
 
@@ -174,19 +179,27 @@ class Sampler:
         args = cuda_args.TakeDrafts(area.at("tokens"), self._out, area.at("row_starts"), self._drafts, batch.num_rows, batch.num_seqs, self._chain_rows)
         self._backend.launch("draft", "take_drafts", (1,), 64, 0, args)
 
-    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int]) -> None:
+    def draw_drafts(self, logits: CudaBuffer, skip: tuple[int, int], goes_on: bool) -> None:
         self._check(logits, self._rows)
         if self._step >= MAX_STEPS:
             raise Q27Error(f"a chain of more than {MAX_STEPS} drafts.")
-        self._launch(self._chain, logits, self._chain_kinds, skip)
+        self._choose(self._chain, logits, self._chain_kinds, skip, not goes_on)
         area, chain, scratch = self._backend.area, self._chain, self._backend.scratch
         args = cuda_args.DraftNext(
             self._out, self._out + 4 * self.max_rows, self._chain_limits, area.at("tokens"), area.at("positions"),
             chain.positions, chain.penalty_starts, chain.penalty_ids, chain.penalty_counts, self._drafts,
             self._drafts + 4 * self._rows * MAX_STEPS, scratch.frequencies, scratch.rope, self._step, self._rows,
             self._backend.state.geometry.rotary_dim // 2)
-        self._backend.launch("draft", "draft_next", (self._rows,), 256, 0, args)
         self._step += 1
+        if goes_on:
+            self._turn = cuda_args.DraftTurn(next=args, part_best=self._part_best, part_top=self._part_top)
+        else:
+            self._backend.launch("draft", "draft_next", (self._rows,), 256, 0, args)
+
+    def take_turn(self) -> cuda_args.DraftTurn | None:
+        """What is left of the last draft step, if anything is; it lacks the embedding."""
+        turn, self._turn = self._turn, None
+        return turn
 
     def drafted(self) -> Drafted:
         n, steps = self._chain_rows, self._step

@@ -325,7 +325,7 @@ class NumpyBackend:
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:
         self._chain = DraftChain(rows, limits)
 
-    def draw_drafts(self, logits: NumpyBuffer, skip: tuple[int, int] = (0, 0)) -> None:
+    def draw_drafts(self, logits: NumpyBuffer, skip: tuple[int, int] = (0, 0), goes_on: bool = False) -> None:
         self._pass = begin_pass(self._drafts.draw(logits.array, self._work.batch, skip), self._work.state)
 
     def drafted(self) -> Drafted:

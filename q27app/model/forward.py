@@ -127,7 +127,7 @@ class Model:
         def run() -> None:
             backend.follow()
             for step in range(steps):
-                backend.draw_drafts(mtp.draft(count, step == 0, logits, is_narrow), self._skip(is_narrow))
+                backend.draw_drafts(mtp.draft(count, step == 0, logits, is_narrow), self._skip(is_narrow), step + 1 < steps)
 
         self.replays.run((id(state), "ahead", count, steps, kinds, is_narrow), run)
 

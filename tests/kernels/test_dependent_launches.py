@@ -117,11 +117,20 @@ def test_a_kernel_leaves_only_after_it_waited():
                 assert not before[1] or not re.search(r"\breturn;", before[0]) or name == "Columns", f"{file.name}: {name}"
 
 
-def test_the_first_kernel_of_a_pass_starts_when_all_before_it_ended(monkeypatch, tmp_path):
-    """Later ones look at positions, states and keys of earlier passes before they wait."""
+def test_whoever_looks_early_comes_after_a_kernel_that_started_when_all_before_it_ended(monkeypatch, tmp_path):
+    """Attention and the delta step look at positions, states and keys of earlier passes before they wait; a pass begins with a kernel
+    that moves positions, or with a copy."""
     path = tmp_path / "made.q27"
     synthesize(path, "nano", "chain", "q4s")
     device = NotingDevice(CARDS["wide"])
     run(device, path, monkeypatch, draft="auto")
-    first = {name: dependent for name, dependent in device.launches if name in ("embed", "mtp_rows")}
-    assert first == {"embed": False, "mtp_rows": False}
+    movers, seen = ("follow", "draft_next", "draft_turn", "take_drafts", "rope_angles"), set()
+    has_moved = True
+    for name, dependent in device.launches:
+        if name in movers:
+            has_moved = True
+            seen.add(name)
+        elif not dependent:
+            has_moved = False
+        assert not (has_moved and (name.startswith("attend_decode") or name == "delta_step")), f"{name} may see old positions"
+    assert {"follow", "draft_turn", "take_drafts", "rope_angles"} <= seen

@@ -1,13 +1,15 @@
-// draft_next: what a draft step drew becomes the input of the next one, without the host. follow: what a pass drew becomes the
+// draft_next: what a draft step drew becomes the input of the next one, without the host; draft_turn: with the last step of the draw
+// before it and the first step of the layer behind it. follow: what a pass drew becomes the
 // input of a chain. take_drafts: what a chain or the pass before drew becomes tokens of a pass.
 // Reference: reference_draft     Used by: Backend.draw_drafts, Backend.begin_ahead, Backend.begin
 // Shapes:    drawn [rows], margins [rows] -> tokens, positions [rows] of the batch, positions of the draws [rows],
 //            penalty lists, drafts [step, rows], draft margins [step, rows], rotary angles
 // Layout:    rows contiguous; a penalty list ends in places with id -1, one a step
-// Launch:    draft_next grid (rows), block (256), one block per row; follow, take_drafts grid (1), block (64), a thread per sequence or row
+// Launch:    draft_next grid (rows), block (256), one block per row; draft_turn grid (rows, 2), block (512); follow, take_drafts grid (1), block (64), a thread per sequence or row
 // Defines:   none     Limits: none
 // Numbers:   integers. Bound: latency.
-#include "common.cuh"
+#include "candidates.cuh"
+#include "embed.cuh"
 
 struct DraftNext {
   const int* drawn;           // [rows]
@@ -26,30 +28,61 @@ struct DraftNext {
   int step, rows, half;
 };
 
-extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_constant__ DraftNext p) {
-  allow_next();
-  wait_for_earlier();
-  __shared__ int found, spare;
-  const int row = blockIdx.x, token = p.drawn[row];
+// By a block of `threads`, shared: two integers. token: what the row drew.
+__device__ __forceinline__ void go_on(const DraftNext& p, int row, int token, float margin, int threads, int* shared) {
+  int &found = shared[0], &spare = shared[1];
   if (threadIdx.x == 0) found = spare = 0x7fffffff;
   __syncthreads();
-  for (int i = p.penalty_starts[row] + threadIdx.x; i < p.penalty_starts[row + 1]; i += 256) {
+  for (int i = p.penalty_starts[row] + threadIdx.x; i < p.penalty_starts[row + 1]; i += threads) {
     if (p.penalty_ids[i] == token) atomicMin(&found, i);
     if (p.penalty_ids[i] < 0) atomicMin(&spare, i);
   }
   __syncthreads();
   const bool goes_on = p.step + 1 < p.limits[row];   // else it repeats its place, and nobody looks at what comes of it
-  if (goes_on) rope_row(p.positions[row] + 1, p.frequencies, p.table, row, p.half, 256);
+  if (goes_on) rope_row(p.positions[row] + 1, p.frequencies, p.table, row, p.half, threads);
   __syncthreads();
   if (threadIdx.x != 0) return;
   const int at = found != 0x7fffffff ? found : spare;
   if (at != 0x7fffffff) p.penalty_ids[at] = token, ++p.penalty_counts[at];
   p.drafts[p.step * p.rows + row] = token;
-  p.draft_margins[p.step * p.rows + row] = p.margins[row];
+  p.draft_margins[p.step * p.rows + row] = margin;
   if (!goes_on) return;
   p.tokens[row] = token;
   ++p.positions[row];
   ++p.draw_positions[row];
+}
+
+extern "C" __global__ void __launch_bounds__(256) draft_next(const __grid_constant__ DraftNext p) {
+  __shared__ int shared[2];
+  allow_next();
+  wait_for_earlier();
+  go_on(p, blockIdx.x, p.drawn[blockIdx.x], p.margins[blockIdx.x], 256, shared);
+}
+
+struct DraftTurn {
+  DraftNext next;                       // drawn: of rows none of whose chunks has a candidate; margins: not read
+  Embed embed;                          // tokens: not read where the row goes on
+  const unsigned long long* part_best;  // [rows, CHUNKS] of the draw
+  const float* part_top;                // [rows, CHUNKS, 2] of the raw logits
+};
+
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_turn(const __grid_constant__ DraftTurn p) {
+  __shared__ unsigned long long best_of[CHUNKS / 32];
+  __shared__ float top_of[CHUNKS / 32][2], sums[JOIN_THREADS / 32];
+  __shared__ int places[2];
+  allow_next();
+  wait_for_earlier();
+  const int row = blockIdx.x;
+  const unsigned long long best = best_of_chunks(p.part_best + row * CHUNKS, best_of);
+  const int token = best ? candidate_id(best) : p.next.drawn[row];
+  if (blockIdx.y == 0) {
+    join_embedding(p.embed, row, p.next.step + 1 < p.next.limits[row] ? token : p.embed.tokens[row], sums);
+    return;
+  }
+  join_hidden(p.embed, row, sums);
+  float top, second;
+  top_of_chunks(p.part_top + 2 * row * CHUNKS, top_of, top, second);
+  go_on(p.next, row, token, top > -INFINITY ? top - second : 0.0f, JOIN_THREADS, places);
 }
 
 struct Follow {

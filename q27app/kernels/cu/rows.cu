@@ -2,67 +2,28 @@
 // Reference: reference.embed, reference.rms_norm, reference.previous_hidden     Used by: forward.Model, mtp.MtpPass
 // Shapes:    see each struct
 // Layout:    rows contiguous
-// Launch:    grid (rows), block (256), one block per row
+// Launch:    grid (rows), block (256), one block per row; embed, final_norm block (512); mtp_rows grid (rows, 2), block (512)
 // Defines:   none     Limits: hidden % 4 == 0
 // Numbers:   f32, fixed order; angles in f64. Bound: latency.
-#include "quant.cuh"
+#include "embed.cuh"
 
 constexpr int THREADS = 256;
 
-__device__ __forceinline__ float block_rms(const float* values, int count, float eps, float* shared) {
-  float squares = 0.0f;
-  for (int k = threadIdx.x; k < count; k += THREADS) squares = fmaf(values[k], values[k], squares);
-  const float sum = warp_sum(squares);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = sum;
-  __syncthreads();
-  float total = 0.0f;
-  for (int w = 0; w < THREADS / 32; ++w) total = __fadd_rn(total, shared[w]);
-  return rsqrtf(total / (float)count + eps);
-}
-
-struct Embed {
-  const unsigned char* weights;   // packed [vocab, hidden]
-  const float* norm;              // mtp: norm of the embedding half
-  const float* hidden;            // mtp: [rows, width], null otherwise
-  const float* hidden_norm;
-  const int* tokens;
-  float* out;                     // [rows, width] or [rows, 2 * width]
-  int kind, tile_bytes, vocab, width;
-  float eps;
-  int wrap_units;                 // units of the high part of an f32 matrix, 0 otherwise
-};
-
-__device__ __forceinline__ float embed_value(const Embed& p, int token, int column) {
-  const unsigned char* tile = p.weights + (long long)(token / TILE_ROWS) * p.tile_bytes;
-  float value = packed_value(p.kind, tile, token % TILE_ROWS, column);
-  if (p.wrap_units) value += packed_value(p.kind, tile, token % TILE_ROWS, column + p.wrap_units * UNIT_COLS);
-  return value;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constant__ Embed p) {
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS) embed(const __grid_constant__ Embed p) {
   allow_next();
   wait_for_earlier();
   const int row = blockIdx.x, token = min(max(p.tokens[row], 0), p.vocab - 1);
-  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = embed_value(p, token, k);
+  float4* out = reinterpret_cast<float4*>(p.out + (long long)row * p.width);
+  for (int k = threadIdx.x; k < p.width / 4; k += JOIN_THREADS) out[k] = embed_four(p, token, k);
 }
 
-// [norm(embedding) ; norm(hidden)], the input of the draft layer.
-extern "C" __global__ void __launch_bounds__(THREADS) mtp_rows(const __grid_constant__ Embed p) {
-  __shared__ float shared[THREADS / 32];
+// grid (rows, 2): a half of the draft layer's input
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS) mtp_rows(const __grid_constant__ Embed p) {
+  __shared__ float shared[JOIN_THREADS / 32];
   allow_next();
   wait_for_earlier();
-  const int row = blockIdx.x, token = min(max(p.tokens[row], 0), p.vocab - 1);
-  float* out = p.out + (long long)row * 2 * p.width;
-  for (int k = threadIdx.x; k < p.width; k += THREADS) out[k] = embed_value(p, token, k);
-  __syncthreads();
-  const float embed_rms = block_rms(out, p.width, p.eps, shared);
-  const float* hidden = p.hidden + (long long)row * p.width;
-  const float hidden_rms = block_rms(hidden, p.width, p.eps, shared);
-  for (int k = threadIdx.x; k < p.width; k += THREADS) {
-    out[k] = out[k] * embed_rms * p.norm[k];
-    out[p.width + k] = hidden[k] * hidden_rms * p.hidden_norm[k];
-  }
+  if (blockIdx.y == 0) join_embedding(p, blockIdx.x, p.tokens[blockIdx.x], shared);
+  else join_hidden(p, blockIdx.x, shared);
 }
 
 struct FinalNorm {
@@ -73,13 +34,12 @@ struct FinalNorm {
   float eps;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) final_norm(const __grid_constant__ FinalNorm p) {
-  __shared__ float shared[THREADS / 32];
+extern "C" __global__ void __launch_bounds__(JOIN_THREADS) final_norm(const __grid_constant__ FinalNorm p) {
+  __shared__ float shared[JOIN_THREADS / 32];
   allow_next();
   wait_for_earlier();
-  const float* x = p.x + (long long)blockIdx.x * p.width;
-  const float rms = block_rms(x, p.width, p.eps, shared);
-  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)blockIdx.x * p.width + k] = x[k] * rms * p.norm[k];
+  const float4* x = reinterpret_cast<const float4*>(p.x + (long long)blockIdx.x * p.width);
+  put_normed(p.out + (long long)blockIdx.x * p.width, p.norm, p.width, p.eps, shared, [&](int k) { return x[k]; });
 }
 
 struct Hidden {

@@ -8,9 +8,9 @@
 //            ids skip_from .. skip_from + skip - 1 have no logits and are not looked at; skip_from % 4 == skip % 4 == 0
 // Numbers:   comparisons on order-preserving integers, masses in 40-bit fixed point: no sum depends on an order. Ties go to
 //            the lowest id, -0 equals +0. Bound: memory (one row is one megabyte of the second-level cache).
-#include "common.cuh"
+#include "candidates.cuh"
 
-constexpr int THREADS = 256, CHUNKS = 64, DRAW_THREADS = 1024, LIST = 4096;
+constexpr int THREADS = 256, DRAW_THREADS = 1024, LIST = 4096;
 
 struct Sample {
   const float* logits;          // [n, vocab] raw
@@ -39,24 +39,9 @@ struct Sample {
   int* list_sizes;              // [n]
   uint32_t* floors;             // [n] lowest key that is kept
   int n, vocab, mask_words, skip_from, skip;
+  int adjusts;                  // sample_scan fills work: nothing is penalised, and sample_adjust has not run
 };
 
-// NaN counts as -inf, +inf as the largest number: damaged logits still give one definite token.
-__device__ __forceinline__ float defined(float value) { return value != value ? -INFINITY : fminf(value, 3.4028234663852886e38f); }
-__device__ __forceinline__ uint32_t order(float value) {
-  const uint32_t bits = __float_as_uint(value + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ unsigned long long candidate(float value, int id) {
-  return (unsigned long long)order(value) << 32 | (0xffffffffu - (uint32_t)id);
-}
-__device__ __forceinline__ int candidate_id(unsigned long long best) { return (int)(0xffffffffu - (uint32_t)best); }
-__device__ __forceinline__ unsigned long long larger(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
-
-__device__ __forceinline__ unsigned long long warp_best(unsigned long long value) {
-  for (int distance = 16; distance > 0; distance >>= 1) value = larger(value, __shfl_xor_sync(ALL_LANES, value, distance));
-  return value;
-}
 __device__ __forceinline__ unsigned long long warp_total(unsigned long long value) {
   for (int distance = 16; distance > 0; distance >>= 1) value += __shfl_xor_sync(ALL_LANES, value, distance);
   return value;
@@ -105,12 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
   __shared__ float top_of[THREADS / 32][2];
   const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const long long base = (long long)row * p.vocab;
+  const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   unsigned long long best = 0;
   float top = -INFINITY, second = -INFINITY;
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
     const int id = id_at(p, i);
     const float raw = defined(p.logits[base + id]);
-    best = larger(best, candidate(p.work ? p.work[base + id] : raw, id));
+    float value = raw;
+    if (p.adjusts) p.work[base + id] = value = allowed(p, row, id) ? defined(raw / temperature) : -INFINITY;
+    else if (p.work) value = p.work[base + id];
+    best = larger(best, candidate(value, id));
     if (raw > top) second = top, top = raw;
     else if (raw > second) second = raw;
   }
@@ -138,22 +127,11 @@ extern "C" __global__ void __launch_bounds__(CHUNKS) sample_pick(const __grid_co
   wait_for_earlier();
   __shared__ unsigned long long best_of[CHUNKS / 32];
   __shared__ float top_of[CHUNKS / 32][2];
-  const int row = blockIdx.x, at = row * CHUNKS + threadIdx.x;
-  unsigned long long best = warp_best(p.part_best[at]);
-  float top = p.part_top[2 * at], second = p.part_top[2 * at + 1];
-  for (int distance = 16; distance > 0; distance >>= 1) {
-    const float other = __shfl_xor_sync(ALL_LANES, top, distance), other_second = __shfl_xor_sync(ALL_LANES, second, distance);
-    second = fmaxf(fminf(top, other), fmaxf(second, other_second));
-    top = fmaxf(top, other);
-  }
-  if (threadIdx.x % 32 == 0) best_of[threadIdx.x / 32] = best, top_of[threadIdx.x / 32][0] = top, top_of[threadIdx.x / 32][1] = second;
-  __syncthreads();
+  const int row = blockIdx.x;
+  float top, second;
+  const unsigned long long best = best_of_chunks(p.part_best + row * CHUNKS, best_of);
+  top_of_chunks(p.part_top + 2 * row * CHUNKS, top_of, top, second);
   if (threadIdx.x != 0) return;
-  for (int w = 1; w < CHUNKS / 32; ++w) {
-    best = larger(best, best_of[w]);
-    second = fmaxf(fminf(top, top_of[w][0]), fmaxf(second, top_of[w][1]));
-    top = fmaxf(top, top_of[w][0]);
-  }
   p.tokens[row] = candidate_id(best);
   p.margins[row] = top > -INFINITY && id_count(p) > 1 ? top - second : 0.0f;
   p.list_sizes[row] = 0;
@@ -353,13 +331,8 @@ extern "C" __global__ void __launch_bounds__(CHUNKS) sample_take(const __grid_co
   __shared__ unsigned long long parts[CHUNKS / 32];
   const int row = blockIdx.x;
   if (!(p.temperature[row] > 0.0f)) return;
-  const unsigned long long best = warp_best(p.part_best[row * CHUNKS + threadIdx.x]);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = best;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  unsigned long long out = 0;
-  for (int w = 0; w < CHUNKS / 32; ++w) out = larger(out, parts[w]);
-  if (out != 0) p.tokens[row] = candidate_id(out);
+  const unsigned long long best = best_of_chunks(p.part_best + row * CHUNKS, parts);
+  if (threadIdx.x == 0 && best != 0) p.tokens[row] = candidate_id(best);
 }
 
 // log softmax of the raw logits: the drawn id, then the best ids in order.
