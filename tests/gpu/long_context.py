@@ -1,4 +1,4 @@
-"""KV formats over long contexts on a card: `python -m tests.gpu.long_context [dense] [depths] [window=LENGTH]`.
+"""KV formats over long contexts on a card: `python -m tests.gpu.long_context [dense] [depths] [window=LENGTH] | make_dense FILE`.
 
 dense: four layers of the 27B's full width, logits by format against NumPy, near position 0 and at 32,000. depths: the whole 27B
 from random codes, decode at depth and prefill, by format; the cache is filled through the codec's writer. window: the
@@ -8,17 +8,22 @@ prompt, the chain with drafts, a resumed turn, memory.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+import zlib
 from dataclasses import replace
 
 import numpy as np
 
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.numpy_backend import NumpyBackend
+from q27app.kernels.numpy_state import NumpyState
 from q27app.model.budget import block_bytes
+from q27app.model.config import ModelConfig
 from q27app.model.weights import AttentionLayer, expected_shapes
+from q27app.weights.container import Tensor
 from tests.gpu import big, whole
 from tests.gpu.checks import attempt, failures, line, open_device
 from tests.kernels.cuda_checks import bound_model
@@ -55,40 +60,61 @@ def attention_layers(model) -> list:
     return layers + ([model.weights.mtp.layer] if model.weights.mtp else [])
 
 
-def dense(device) -> None:
-    config = replace(config_27b(), num_layers=4, layer_kinds=config_27b().layer_kinds[:4], vocab_size=8192, num_mtp_layers=0)
+def dense_tensors() -> tuple[ModelConfig, dict[str, Tensor]]:
+    config = replace(config_27b(), num_layers=4, layer_kinds=config_27b().layer_kinds[:4], vocab_size=2048, num_mtp_layers=0)
     random = np.random.default_rng(1)
-    tensors = {name: big.random_tensor(random, name, shape) for name, shape in expected_shapes(config).items()}
+    return config, {name: big.random_tensor(random, name, shape) for name, shape in expected_shapes(config).items()}
+
+
+def dense_life(lines: Lines, name: str, codes: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Logits near position 0 and at 32,000, over keys and values that the NumPy codec coded, the prompt's too: `codes`, or its own."""
+    tokens = [int(token) for token in np.random.default_rng(5).integers(0, 2048, 96)]
+    found = {"prompt": lines.feed(0, tokens[:64], "prefill", list(range(56, 64))).copy()}
+    table, state = lines.tables[0], lines.state
+    found["codes"] = state.export_blocks(table)
+    state.import_blocks(table, found["codes"] if codes is None else codes)
+    found["1 row at 64"] = lines.feed(0, tokens[64:65], "decode").copy()
+    found["8 rows at 65"] = lines.feed(0, tokens[65:73], "decode").copy()
+    lines.reserve(0, 32_100)
+    lines.lengths[0] = 32_001   # as many beyond a multiple of 4 as before: where the convolution's rows lie goes by position
+    config, coded = lines.model.config, NumpyState(lines.model.config, 0, 1, name, 1, 16, 16)
+    rows = natural_rows(config, 1024, 0)[:, 2 * config.attention_width:].reshape(1024, 2, config.num_kv_heads, config.head_dim)
+    coded.write_rows(0, np.arange(1024), rows[:, 0], rows[:, 1])
+    state.import_blocks(table[:16], coded.export_blocks(range(16)))
+    for block in range(16, 501):
+        state.copy_block(table[block % 16], table[block])
+    found["1 row at 32,001"] = lines.feed(0, tokens[73:74], "decode").copy()
+    found["8 rows at 32,002"] = lines.feed(0, tokens[74:82], "decode").copy()
+    return found
+
+
+def expected_dense(names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """What NumPy says, by "format|what", and a checksum of the weights."""
+    config, tensors = dense_tensors()
+    exact, found = bound_model(NumpyBackend(), config, tensors, 256), {"weights": weights_checksum(tensors)}
+    for name in names:
+        found |= {f"{name}|{what}": part for what, part in dense_life(Lines(exact, 1, 512, name, 16), name).items()}
+    return found
+
+
+def weights_checksum(tensors: dict[str, Tensor]) -> np.ndarray:
+    return np.array([zlib.crc32(np.ascontiguousarray(tensor.data)) for tensor in tensors.values()], np.uint32)
+
+
+def dense(device) -> None:
+    """Against the file that GPU_DENSE names (made by `make_dense FILE`), else against NumPy on this machine."""
+    config, tensors = dense_tensors()
     start = time.perf_counter()
-    exact = bound_model(NumpyBackend(), config, tensors, 256)
-    line("dense NumPy model", f"{time.perf_counter() - start:.1f} s")
+    expected = dict(np.load(os.environ["GPU_DENSE"])) if "GPU_DENSE" in os.environ else expected_dense(FORMATS)
+    line("dense, expected", f"{time.perf_counter() - start:.1f} s")
+    assert np.array_equal(expected["weights"], weights_checksum(tensors)), "this machine makes other weights; the file is of no use here"
     for name in FORMATS:
         def check(name=name):
-            lines = [Lines(exact, 1, 512, name, 16), Lines(bound_model(CudaBackend(device), config, tensors, 1024), 1, 512, name, 16)]
-            tokens = [int(token) for token in random.integers(0, 8192, 96)]
-            found = {}
-
-            def step(what, tokens, phase="decode", logit_rows=None):
-                expected, got = (each.feed(0, tokens, phase, logit_rows) for each in lines)
-                found[what] = relative_error(got, expected)
-
-            def share_cache():
-                table = lines[1].tables[0]
-                lines[0].state.import_blocks(lines[0].tables[0], lines[1].state.export_blocks(table))
-
-            step("prefill, own codes", tokens[:64], "prefill", list(range(56, 64)))
-            share_cache()
-            step("decode at 64, same codes", tokens[64:65])
-            step("8 rows at 65", tokens[65:73])
-            for each in lines:
-                each.reserve(0, 32_100)
-                each.lengths[0] = 32_000
-            fill(lines[1].model.backend, lines[1].state, attention_layers(lines[1].model), 32_000, lines[1].tables[0])
-            share_cache()
-            step("1 row at 32,000", tokens[73:74])
-            step("8 rows at 32,001", tokens[74:82])
-            text = ", ".join(f"{what} {error:.1e}" for what, error in found.items())
-            if max(error for what, error in found.items() if "own" not in what) > 5e-4:
+            lines = Lines(bound_model(CudaBackend(device), config, tensors, 1024), 1, 512, name, 16)
+            life = dense_life(lines, name, expected[f"{name}|codes"])
+            errors = {what: relative_error(part, expected[f"{name}|{what}"]) for what, part in life.items() if what != "codes"}
+            text = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
+            if max(error for what, error in errors.items() if what != "prompt") > 5e-4:   # the prompt read its own codes
                 raise AssertionError(text)
             return text
         attempt(f"dense {name}", check)
@@ -200,6 +226,9 @@ def window(length: int) -> None:
 
 
 def main(names: list[str]) -> int:
+    if names[:1] == ["make_dense"]:
+        np.savez_compressed(names[1], **expected_dense(FORMATS))
+        return 0
     device = open_device() if not any(name.startswith("window") for name in names) else None
     for name in names or ["dense", "depths"]:
         attempt(name, lambda name=name: (window(int(name.partition("=")[2] or 120_000)) if name.startswith("window")
