@@ -15,7 +15,7 @@ from q27app.kernels.graph import Graph
 class Driver:
     """Of cuda-bindings what a graph needs: every call returns (code, values...)."""
 
-    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
