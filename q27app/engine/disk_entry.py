@@ -36,7 +36,7 @@ SUFFIX = ".q27snap"
 TEMP_PREFIX = ".writing-"
 CHUNK = 16 << 20
 MAX_TOKENS = 1 << 22
-READERS = min(8, os.cpu_count() or 1)
+READERS = min(16, os.cpu_count() or 1)
 """Threads that read and check a payload; both happen outside the interpreter's lock."""
 KINDS = ("turn", "system")
 _HEAD = struct.Struct("<8s32sIIQQQ")
