@@ -160,7 +160,8 @@ class CacheSection:
     enabled: bool = setting(True)
     """Keep the states of prompts. Never changes a text."""
     host_mb: int | str = setting("auto", low=0, high=1_048_576, words=("auto",))
-    """Most host memory of kept recurrent states, MiB. auto: a quarter of what is free, at most 16,384."""
+    """Most host memory of kept states, MiB; on a card half of it is for those whose keys and values were needed by others.
+    auto: a quarter of what is free, at most 16,384."""
     directory: str = setting("")
     """Folder where states survive a restart; "" = none. It holds what was in prompts, readable by its owner only."""
     disk_gb: int = setting(20, low=1, high=100_000)

@@ -15,6 +15,7 @@ import numpy as np
 
 from q27app.engine.block_pool import BlockPool, blocks_of
 from q27app.engine.disk_cache import DiskCache
+from q27app.engine.host_cache import HostCache
 from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.kernels.backend import State
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_HOST_BYTES = 16 << 30
 MAX_DEVICE_SLOTS = {"numpy": 0, "cuda": 64}
+LEAVES_DEVICE = ("cuda",)
+"""Backends whose blocks lie elsewhere than in host memory."""
 LAYOUT_VERSION = 1
 """Grows when the meaning of a slot's or block's bytes, or the bits that prefill computes, change."""
 SAMPLE_BYTES = 4096
@@ -31,11 +34,13 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True)
 class CachePlan:
-    """num_slots, num_blocks: beside those that requests need, on the device. host_bytes: for recurrent state."""
+    """num_slots, num_blocks: beside those that requests need, on the device. host_bytes: for recurrent state whose blocks are on
+    the device; whole_bytes: for states that have left it with their blocks."""
 
     num_slots: int = 0
     num_blocks: int = 0
     host_bytes: int = 0
+    whole_bytes: int = 0
 
 
 def plan_cache(plan: MemoryPlan, backend_name: str, host_bytes: int | None, device_slots: int | None) -> CachePlan:
@@ -47,7 +52,8 @@ def plan_cache(plan: MemoryPlan, backend_name: str, host_bytes: int | None, devi
     num_blocks = min(blocks_of(plan.max_context), room // max(1, plan.block_bytes))
     if host_bytes is None:
         host_bytes = min(MAX_HOST_BYTES, _available_bytes() // 4)
-    return CachePlan(num_slots, num_blocks, host_bytes)
+    whole_bytes = host_bytes // 2 if backend_name in LEAVES_DEVICE else 0
+    return CachePlan(num_slots, num_blocks, host_bytes - whole_bytes, whole_bytes)
 
 
 def _available_bytes() -> int:
@@ -64,7 +70,8 @@ def open_cache(
 ) -> SnapshotCache:
     """The prefix cache of a loaded model. device_slots: the state's slots that no request takes."""
     disk = DiskCache(Path(folder).expanduser(), fingerprint, disk_bytes) if folder else None
-    return SnapshotCache(state, blocks, device_slots, plan.host_bytes, disk)
+    host = HostCache(plan.whole_bytes) if plan.whole_bytes else None
+    return SnapshotCache(state, blocks, device_slots, plan.host_bytes, disk, host=host)
 
 
 def fingerprint_of(container: Container, backend: Any, state: State, kv_format: str, warms_mtp: bool) -> bytes:

@@ -9,7 +9,8 @@ Only states that prefill computed are kept, at multiples of 64, so that a warm a
     ring      every RING_STEP                                  an edit in the middle of a long conversation
     partial   where a prefill was cut off by a cancel, if that is a multiple
 
-Blocks are shared by reference, recurrent state is copied (see `snapshots`). Owned by the engine thread; `to_dict` may be
+Blocks are shared by reference, recurrent state is copied (see `snapshots`). Where blocks run short on the device, the end of a
+conversation goes to host memory as a whole (`host_cache`), and comes back with its next turn. Owned by the engine thread; `to_dict` may be
 called from any.
 """
 
@@ -25,6 +26,8 @@ import numpy as np
 
 from q27app.engine.block_pool import BlockPool
 from q27app.engine.disk_cache import DiskCache, DiskEntry
+from q27app.engine.host_cache import HostCache
+from q27app.engine.leaving import Leaving
 from q27app.engine.prefix_cache import Match
 from q27app.engine.request import FinishReason, Request, Reuse
 from q27app.engine.sequence import Sequence, Status
@@ -53,14 +56,17 @@ class Export:
 class SnapshotCache:
     """See the module, and `prefix_cache.PrefixCache`. device_slots: slots of the state that belong to snapshots alone.
 
-    host_bytes: recurrent state in host memory, most. disk: where entries survive the process, or None."""
+    host_bytes: recurrent state in host memory, most. disk: where entries survive the process, or None. host: where states go
+    whose blocks are needed, or None."""
 
     def __init__(
         self, state: State, blocks: BlockPool, device_slots: Seq[int] = (), host_bytes: int = 1 << 30,
-        disk: DiskCache | None = None, ring_step: int = RING_STEP,
+        disk: DiskCache | None = None, ring_step: int = RING_STEP, host: HostCache | None = None,
     ) -> None:
         self._state, self._blocks, self._disk, self._ring_step = state, blocks, disk, ring_step
         self.store = SnapshotStore(state, blocks, device_slots, host_bytes)
+        if host is not None:
+            self.store.leaving = Leaving(state, self.store, host)
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_RECENT)
         self._asked: tuple[Request, np.ndarray, Reuse] | None = None
         self._disk_tried: Request | None = None
@@ -85,10 +91,16 @@ class SnapshotCache:
         return Match(found.num_tokens, found.blocks, lambda slot: self.store.restore(found, slot))
 
     def prepares(self, request: Request, wait_s: float) -> bool:
-        """A longer state than those in memory is looked for on disk once a request, the longest whole one there."""
-        if self._disk is None or self._disk_tried is request:
+        """A longer state than those on the device is looked for once a request: in host memory, then the longest whole one on
+        disk."""
+        if self._disk_tried is request:
             return False
         prompt = self._prompt_of(request)
+        if self.store.leaving is not None and self._reading is None:
+            self.store.leaving.bring_back(prompt)
+        if self._disk is None:
+            self._disk_tried = request
+            return False
         if self._reading is not None and self._reading[0] is request:
             _, entry, future = self._reading
             wait([future], wait_s)
@@ -239,26 +251,29 @@ class SnapshotCache:
         if found is not None and found.num_tokens >= entry.num_tokens:
             return
         shared = np.zeros(0, np.int32) if found is None else found.blocks
-        missing = entry.num_tokens // BLOCK_POSITIONS - len(shared)
-        self._blocks.share(shared)
-        self.store.reclaim(missing)
-        own = self._blocks.allocate(missing)
+        own = self.store.room_for(entry.num_tokens, shared)
         if own is None:
-            self._blocks.release(shared)
             return
         slot_data, block_data = data
         self._state.import_blocks(own.tolist(), block_data[len(shared):])
         blocks = np.concatenate([shared, own])
-        if self.store.adopt(entry.tokens, blocks, slot_data, "disk") is None:
-            self._blocks.release(blocks)
+        self.store.adopt(entry.tokens, blocks, slot_data, "disk")
 
     @property
     def has_spare_work(self) -> bool:
+        return self._has_disk_work or self.store.leaving is not None and self.store.leaving.has_work
+
+    @property
+    def _has_disk_work(self) -> bool:
         return self._disk is not None and (self._export is not None or bool(self._to_disk) and self._disk.is_free)
 
     def spare_step(self) -> None:
-        """Copy a piece of a state for the disk's writer, and hand it over when it is whole. Called when nobody waits."""
-        if self._disk is None:
+        """Copy a piece of a state to host memory, or for the disk's writer, and hand it over when it is whole. Called when
+        nobody waits."""
+        if self.store.leaving is not None and self.store.leaving.has_work:
+            self.store.leaving.step()
+            return
+        if self._disk is None or not self._has_disk_work:
             return
         if self._export is None:
             self._export = self._begin_export(self._to_disk.popleft())
@@ -288,6 +303,8 @@ class SnapshotCache:
             self.spare_step()
         if self._disk is not None:
             self._disk.close()
+        if self.store.leaving is not None:
+            self.store.leaving.host.clear()
         self.store.clear()
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,4 +313,5 @@ class SnapshotCache:
             "snapshots": self.store.count, "evicted": self.store.num_evicted, "hits": dict(self._hits),
             "misses": dict(self._misses), "reused_tokens": self._num_reused, "settled_chunks": self._num_settled,
         }
-        return values | ({"disk": self._disk.to_dict()} if self._disk is not None else {})
+        tiers = {"disk": self._disk, "host": None if self.store.leaving is None else self.store.leaving.host}
+        return values | {name: tier.to_dict() for name, tier in tiers.items() if tier is not None}

@@ -7,12 +7,14 @@ down or goes. Device slots are freed ahead of need, beside the passes. Owned by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from q27app.engine.block_pool import BlockPool
+from q27app.engine.host_cache import begins_with
 from q27app.kernels.backend import SlotExport, State
 from q27app.kernels.batch import BLOCK_POSITIONS
 
@@ -25,7 +27,7 @@ SPARE_SLOTS = 2
 class Snapshot:
     """tokens: int32 [n], n a multiple of 64; blocks: int32 [n / 64]. slot: device slot or -1; data: uint8 [slot_bytes] then.
 
-    kind: "system", "ring", "prompt", "settled" or "disk", the reason why it was taken. used: grows with each use."""
+    kind: "system", "ring", "prompt", "settled", "host" or "disk", the reason why it was taken. used: grows with each use."""
 
     tokens: np.ndarray
     blocks: np.ndarray
@@ -48,6 +50,12 @@ def common_length(left: np.ndarray, right: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
+class LeavesDevice(Protocol):
+    """Told each state whose blocks are about to go while no other state goes on from it."""
+
+    def leave(self, snapshot: Snapshot) -> None: ...
+
+
 class SnapshotStore:
     """device_slots: slots of the state that nobody else uses. host_bytes: most bytes of recurrent state in host memory."""
 
@@ -59,6 +67,7 @@ class SnapshotStore:
         self._leaving: list[Snapshot] = []
         if self._num_spare:
             state.reserve_exports()
+        self.leaving: LeavesDevice | None = None
         self._clock = 0
         self._by_length: dict[int, list[Snapshot]] = {}
         self.count = 0
@@ -122,8 +131,12 @@ class SnapshotStore:
         return self._keep(Snapshot(tokens, blocks.copy(), kind, slot))
 
     def adopt(self, tokens: np.ndarray, blocks: np.ndarray, data: np.ndarray, kind: str) -> Snapshot | None:
-        """Keep a state that was read from elsewhere. blocks: in use already; the snapshot becomes their owner."""
-        return self._keep(Snapshot(tokens, blocks, kind, data=data)) if self._host_room() else None
+        """Keep a state that was read from elsewhere. blocks: in use already; the snapshot becomes their owner, or they are given
+        back and None is returned."""
+        if not self._host_room():
+            self._blocks.release(blocks)
+            return None
+        return self._keep(Snapshot(tokens, blocks, kind, data=data))
 
     def _keep(self, snapshot: Snapshot) -> Snapshot:
         self._by_length.setdefault(snapshot.num_tokens, []).append(snapshot)
@@ -218,8 +231,38 @@ class SnapshotStore:
         for snapshot in sorted(self, key=lambda snapshot: snapshot.used):
             if self._blocks.num_free >= num_blocks:
                 return
+            if self.leaving is not None and self._is_last(snapshot):
+                self.leaving.leave(snapshot)
             self.drop(snapshot)
             self.num_evicted += 1
+
+    def room_for(self, num_tokens: int, shared: np.ndarray) -> np.ndarray | None:
+        """Blocks for the rest of a state that begins with the `shared` ones, which get one more owner; None if there are too few."""
+        missing = num_tokens // BLOCK_POSITIONS - len(shared)
+        self._blocks.share(shared)
+        self.reclaim(missing)
+        own = self._blocks.allocate(missing)
+        if own is None:
+            self._blocks.release(shared)
+        return own
+
+    @property
+    def is_short(self) -> bool:
+        """Blocks will soon be needed that states hold."""
+        return 2 * self._blocks.num_free < self._blocks.num_blocks
+
+    @property
+    def clock(self) -> int:
+        """Grows whenever a state is kept or used."""
+        return self._clock
+
+    def oldest_last(self, wanted: Callable[[Snapshot], bool]) -> Snapshot | None:
+        """The least recently used of those that no other goes on from and that are wanted."""
+        order = sorted(self, key=lambda snapshot: snapshot.used)
+        return next((snapshot for snapshot in order if wanted(snapshot) and self._is_last(snapshot)), None)
+
+    def _is_last(self, snapshot: Snapshot) -> bool:
+        return not any(other.num_tokens > snapshot.num_tokens and begins_with(other.tokens, snapshot.tokens) for other in self)
 
     def _reachable(self) -> int:
         """Blocks that would be free without any snapshot."""

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from q27app.engine.disk_cache import DiskCache
+from q27app.engine.host_cache import HostCache
+from q27app.engine.leaving import Leaving
 from q27app.engine.loading import EngineConfig, open_model
 from q27app.engine.request import Request, SamplingParams
 from tests.engine.conversations import actions, play, settle_all, told
@@ -71,6 +73,25 @@ def test_a_conversation_of_turns_has_the_bits_of_cold_ones(dense, cold, params):
         desk.stepper.settle(history[:-30], 0)
         settle_all(desk)
     assert reused == [0, 64, 128]
+
+
+@pytest.mark.parametrize("device", [0, 3])
+def test_conversations_that_left_the_device_come_back_with_their_bits(dense, cold, device):
+    desk = desk_of(dense, slots=1, device=device)
+    count = desk.loaded.blocks.num_blocks // 3 + 1   # of 3 blocks each, so that they do not all fit
+    host, store = HostCache(1 << 30, min_tokens=64, piece=2), desk.loaded.prefix_cache.store
+    store.leaving = Leaving(desk.loaded.state, store, host)
+    params = SamplingParams(max_tokens=4, logprobs=4)
+    texts, cached = [prompt_of(200 + seed, seed) for seed in range(count)], []
+    for turn in range(2):
+        for which, text in enumerate(texts):
+            request = Request(f"t{turn}-{which}", text, params, stable_len=len(text))
+            answer = desk.submit(request)
+            desk.run()
+            assert told(answer) == cold(request)
+            cached.append((answer.last.stats.num_cached, answer.last.stats.reuse.kind))
+            texts[which] = (*text, *answer.tokens, *prompt_of(20, turn))
+    assert cached[count:] == [(192, "host")] * count and host.num_used == count
 
 
 def test_a_state_that_decode_computed_would_have_other_bits(dense):

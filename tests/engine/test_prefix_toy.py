@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from q27app.engine import disk_cache, snapshot_cache
 from q27app.engine.disk_cache import DiskCache
+from q27app.engine.host_cache import HostCache
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import Q27Error
 from q27app.engine.snapshot_cache import SnapshotCache
@@ -25,14 +26,14 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(mix(seed, place) % VOCAB for place in range(length))
 
 
-def desk_of(host_states=50, device=0, ring_step=4096, folder=None, budget=1 << 30, **options) -> Desk:
+def desk_of(host_states=50, device=0, ring_step=4096, folder=None, budget=1 << 30, host=None, **options) -> Desk:
     loaded = load_toy(**options)
     slots = range(loaded.slots.num_slots, loaded.slots.num_slots + device)
     loaded.state.hashes += [0] * device
     loaded.state.lengths += [0] * device
     loaded.state.num_slots += device
     disk = DiskCache(folder, bytes(32), budget, **DISK) if folder else None
-    loaded.prefix_cache = SnapshotCache(loaded.state, loaded.blocks, slots, 16 * host_states, disk, ring_step)
+    loaded.prefix_cache = SnapshotCache(loaded.state, loaded.blocks, slots, 16 * host_states, disk, ring_step, host)
     return Desk(loaded)
 
 
@@ -213,8 +214,9 @@ def test_a_state_goes_to_the_disk_in_pieces(tmp_path, monkeypatch):
     assert ask(again, prompt_of(300)) == 256
 
 
-@pytest.mark.parametrize("device,states,blocks", [(0, 50, None), (2, 1, None), (1, 3, 12), (8, 3, None)])
-def test_any_interleaving_gives_the_cold_text(tmp_path, device, states, blocks):
+@pytest.mark.parametrize("device,states,blocks,host", [
+    (0, 50, None, None), (2, 1, None, None), (1, 3, 12, None), (8, 3, None, None), (0, 50, 9, 1 << 20), (2, 3, 10, 4096)])
+def test_any_interleaving_gives_the_cold_text(tmp_path, device, states, blocks, host):
     folders = itertools.count()
 
     def cold(request):
@@ -227,7 +229,8 @@ def test_any_interleaving_gives_the_cold_text(tmp_path, device, states, blocks):
         plain = [action for action in todo if action.params < 2]
 
         def open_desk():
-            return desk_of(states, device, 128, folder, 1 << 16, slots=2, max_context=400, num_blocks=blocks, chunk=chunk)
+            tier = HostCache(host, min_tokens=64, piece=2) if host else None
+            return desk_of(states, device, 128, folder, 1 << 16, tier, slots=2, max_context=400, num_blocks=blocks, chunk=chunk)
 
         play(plain, open_desk, lambda request: tokens_of(cold(request)), VOCAB, 300)
 

@@ -1,0 +1,93 @@
+"""How states leave the device with their blocks, and come back: what lies between the snapshots there and the host's entries.
+
+    leave        blocks are needed now: what the host has not yet of a state is copied, then it goes
+    step         nobody waits and blocks run short: what will go next is copied ahead, a piece a step
+    bring_back   the longest entry that a prompt begins with gets blocks again
+
+Owned by the engine thread, as part of the prefix cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from q27app.engine.host_cache import HostCache
+from q27app.engine.snapshots import Snapshot, SnapshotStore
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS
+
+
+@dataclass
+class Copy:
+    """A state on its way. next: the block after those that are there. pieces: by the block that they begin with."""
+
+    snapshot: Snapshot
+    next: int
+    pieces: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class Leaving:
+    """See the module."""
+
+    def __init__(self, state: State, store: SnapshotStore, host: HostCache) -> None:
+        self._state, self._store, self.host = state, store, host
+        self._copy: Copy | None = None
+        self._clock = -1
+        """Of the store, when nothing in it was left to be copied."""
+        self._tried: set[Snapshot] = set()
+        """Copied since; where the host has not room for all, each has its turn once."""
+
+    def leave(self, snapshot: Snapshot) -> None:
+        if self.host.wants(snapshot.tokens):
+            self._keep(snapshot, {})
+
+    def _keep(self, snapshot: Snapshot, pieces: dict[int, np.ndarray]) -> None:
+        def export(start: int, stop: int) -> np.ndarray:
+            return pieces[start] if start in pieces else self._state.export_blocks(snapshot.blocks[start:stop].tolist())
+
+        self.host.keep(snapshot.tokens, self._store.export(snapshot), export, self._state.block_bytes, snapshot.kind == "system")
+
+    @property
+    def has_work(self) -> bool:
+        """There is something to copy ahead of need."""
+        if self._copy is None and self._store.is_short and self._clock != self._store.clock:
+            snapshot = self._store.oldest_last(lambda one: one not in self._tried and self.host.wants(one.tokens))
+            if snapshot is None:
+                self._clock = self._store.clock
+                self._tried.clear()
+            else:
+                self._copy = Copy(snapshot, self.host.num_common(snapshot.tokens))
+        return self._copy is not None
+
+    def step(self) -> None:
+        """Copy a piece more."""
+        copy = self._copy
+        if copy is None:
+            return
+        snapshot, start = copy.snapshot, copy.next
+        if self._store.at(snapshot.tokens) is not snapshot:
+            self._copy = None
+        elif start < len(snapshot.blocks):
+            copy.next = min(start + self.host.piece, len(snapshot.blocks))
+            copy.pieces[start] = self._state.export_blocks(snapshot.blocks[start:copy.next].tolist())
+        else:
+            self._copy = None
+            self._tried.add(snapshot)
+            self._keep(snapshot, copy.pieces)
+
+    def bring_back(self, prompt: np.ndarray) -> None:
+        """Give blocks to the longest state in host memory that the prompt begins with, if the device has none as long."""
+        found = self._store.deepest(prompt, len(prompt))
+        shared = np.zeros(0, np.int32) if found is None else found.blocks
+        entry = self.host.deepest(prompt, BLOCK_POSITIONS * (1 + len(shared)))
+        own = None if entry is None else self._store.room_for(entry.num_tokens, shared)
+        if entry is None or own is None:
+            return
+        size = self.host.piece
+        for start in range(len(shared) // size * size, entry.num_tokens // BLOCK_POSITIONS, size):
+            piece, skipped = entry.pieces[start // size], max(0, len(shared) - start)
+            at = max(0, start - len(shared))
+            self._state.import_blocks(own[at:at + len(piece) - skipped].tolist(), piece[skipped:])
+        self._store.adopt(entry.tokens, np.concatenate([shared, own]), entry.slot, "host")
