@@ -26,7 +26,7 @@ class Segment(ctypes.Structure):
 class Rows(ctypes.Structure):
     """Activation rows (staging.cuh)."""
 
-    _fields_ = _fields(p="x norm gate row_map halves minus_sums inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps")
+    _fields_ = _fields(p="x norm gate row_map halves starts inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps")
 
 
 class LinearRows(ctypes.Structure):
@@ -34,7 +34,8 @@ class LinearRows(ctypes.Structure):
         *_fields(p="weights out border"),
         ("rows_in", Rows),
         ("segments", Segment * MAX_SEGMENTS),
-        *_fields(i="num_segments rows out_stride out_rows total whole share extra per_unit per_block"),
+        *((name, ctypes.c_int * MAX_SEGMENTS) for name in ("first_step", "first_group", "group_steps", "per_group")),
+        *_fields(i="rows out_stride out_rows total whole share extra per_block per_row rounds places"),
     ]
 
 

@@ -128,7 +128,7 @@ class CudaBackend:
         return weight
 
     def without_rows(self, weight: CudaWeight, skip: tuple[int, int]) -> CudaWeight:
-        return without_rows(weight, skip, self.device.card.num_sms)
+        return without_rows(weight, skip, self.device.card)
 
     def checksums(self) -> list[tuple[str, int]]:
         self._sums = self._sums or self.weights_arena.take(8 * len(self._held))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_weights import (
-    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, rows_shared_bytes,
+    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
+    rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
 
@@ -36,9 +37,24 @@ def _check(weight: CudaWeight, width_in: int, width_out: int, paired: bool, what
 
 
 def _reciprocal(divisor: int) -> int:
-    """2^32 / divisor rounded up, as 32 signed bits; what 1 gives is not used."""
+    """2^32 / divisor rounded up, as 32 signed bits: 0 for 1."""
     value = -(-(1 << 32) // divisor) & 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
+
+
+def _share_out(args: cuda_args.LinearRows, weight: CudaWeight) -> None:
+    """How blocks and warps share the row list out; needs args.rows."""
+    shares, step, group = weight.shares, 0, 0
+    for index in range(cuda_args.MAX_SEGMENTS):
+        is_used = index < len(weight.segments)
+        args.first_step[index], args.first_group[index] = (step, group) if is_used else (0x7FFFFFFF, 0x7FFFFFFF)
+        if is_used:
+            segment = weight.segments[index]
+            length = group_steps(segment, weight.units)
+            args.group_steps[index], args.per_group[index] = length, _reciprocal(length)
+            step, group = step + group_count(segment) * length, group + group_count(segment)
+    args.total, args.whole, args.share, args.extra = shares.total, int(shares.whole), *divmod(shares.total, shares.blocks)
+    args.per_block, args.per_row, args.rounds, args.places = _reciprocal(shares.blocks), _reciprocal(args.rows), shares.rounds, shares.places
 
 
 class LinearStages:
@@ -91,22 +107,20 @@ class LinearStages:
         if gated:
             rows_in.gate, rows_in.gate_stride = gated.gate + 4 * gated.stride * start, gated.stride
         rows_in.cols, rows_in.units, rows_in.wrap, rows_in.x_stride = weight.shape[1], weight.units, weight.wrap, x.shape[1]
-        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True) <= card.shared_bytes   # very wide rows are not
+        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True, weight.shares.places) <= card.shared_bytes   # very wide rows are not
         rows_in.row_groups = 2 if rows > 8 else 1
         if not fused:
-            rows_in.halves, rows_in.minus_sums, rows_in.inverse = backend.scratch.staged
+            rows_in.halves, rows_in.starts, rows_in.inverse = backend.scratch.staged
             backend.launch("linear_rows", f"stage_{source}", (rows,), 512, 0, rows_in)
             source = "wide" if rows > 8 else "halves"
         args = cuda_args.LinearRows()
         args.weights, args.rows_in = weight.address, rows_in
         args.out, args.border = out.row(start), backend.scratch.border
-        args.segments, args.num_segments = weight.segment_args(), len(weight.segments)
+        args.segments = weight.segment_args()
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
-        shares = weight.shares
-        args.total, args.whole, args.share, args.extra = shares.total, int(shares.whole), *divmod(shares.total, shares.blocks)
-        args.per_unit, args.per_block = _reciprocal(weight.units), _reciprocal(shares.blocks)
-        shared = rows_shared_bytes(rows, weight.activation_units, fused)
-        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (shares.blocks,), 512, shared, args)
+        _share_out(args, weight)
+        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places)
+        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (weight.shares.blocks,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int, is_remainder: bool = False) -> None:

@@ -38,8 +38,8 @@ class Scratch:
         self.part_o = arena.take(ATTEND_ROWS * self.max_splits * heads * dim * 4)
         self._halves = arena.take(-(-max_rows // 64) * 64 * halves_width * 2)   # whole blocks of rows
         self._inverse = arena.take(max_rows * 4)
-        self.staged = (self._halves, arena.take(16 * halves_width // 64 * 4), arena.take(16 * 4))
-        """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], -sums [units, rows], 1 / scale [rows]."""
+        self.staged = (self._halves, arena.take(32 * halves_width // 64 * 4), arena.take(16 * 4))
+        """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], starts [units, rows, 2], 1 / scale [rows]."""
         shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
                      max_rows * wide_width * 4,
                      MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4 if card.has_warpgroups else 0)

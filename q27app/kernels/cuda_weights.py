@@ -17,14 +17,22 @@ from q27app.errors import GpuError, OutOfMemory
 from q27app.kernels import cuda_args
 
 if TYPE_CHECKING:
+    from q27app.kernels.card import Card
     from q27app.weights.container import Tensor
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
 UNIT_BYTES = {KIND_F16: 2048, KIND_Q8: 1056, KIND_Q4: 544}
-UNIT_LENGTHS = {KIND_Q4: 1, KIND_Q8: 2, KIND_F16: 4}
-"""Of a unit on the line of units that blocks share out (linear_rows.cu), about its bytes / 512."""
+STEP_UNITS = {KIND_Q4: 4, KIND_Q8: 2, KIND_F16: 1}
+"""Units of a step of the row family (row_shares.cuh)."""
 
-UNIT_COLS, TILE_ROWS, GROUP_TILES, ROUND_GROUPS = 64, 16, 2, 16
+UNIT_COLS, TILE_ROWS, GROUP_TILES, BLOCK_WARPS, ROUND_GROUPS = 64, 16, 2, 16, 36
+
+
+def round_places(shared_bytes: int) -> int:
+    """Groups that a warp may be in between two barriers of the row family, so that 16 rows' sums fit."""
+    return 3 if rows_shared_bytes(16, 0, False, 3) <= shared_bytes else 2
+
+
 WHOLE_LOSS = 0.04
 """Blocks take whole groups where that leaves the largest share at most so much above the mean."""
 
@@ -56,28 +64,29 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowShares:
-    """How the row family shares a row list out (linear_rows.cu): block b takes the line of units from border b to border b + 1,
-    `total` b / blocks snapped. total: length of all units; whole: to the nearest end of a group, else down to the end of a unit."""
+    """How the row family shares a row list out (row_shares.cuh): block b takes the line of steps from border b to border b + 1,
+    `total` b / blocks, where `whole` at the nearest end of a group. total: steps of all; rounds: parts of a block's share with a
+    barrier after each; places: groups that a warp is in within a round, at most."""
 
     blocks: int
     total: int
     whole: bool
+    rounds: int = 1
+    places: int = 1
 
     def borders(self, segments: Sequence[Segment], units: int) -> list[int]:
         """[blocks + 1] positions on the line, as the kernel finds them."""
         out, start, index = [], 0, 0
         for block in range(self.blocks):
-            share, extra = divmod(self.total, self.blocks)
-            position = share * block + extra * block // self.blocks
-            while position >= start + group_count(segments[index]) * units * UNIT_LENGTHS[segments[index].kind]:
-                start += group_count(segments[index]) * units * UNIT_LENGTHS[segments[index].kind]
+            position = self.total * block // self.blocks
+            while position >= start + group_count(segments[index]) * group_steps(segments[index], units):
+                start += group_count(segments[index]) * group_steps(segments[index], units)
                 index += 1
-            length = UNIT_LENGTHS[segments[index].kind]
-            within = (position - start) % (units * length)
-            if not self.whole:
-                out.append(position - within % length)
-            else:
-                out.append(position - within if within < units * length - within else position - within + units * length)
+            length = group_steps(segments[index], units)
+            within = (position - start) % length
+            if self.whole:
+                position += -within if within < length - within else length - within
+            out.append(position)
         return [*out, self.total]
 
 
@@ -85,17 +94,33 @@ def group_count(segment: Segment) -> int:
     return -(-segment.num_tiles // GROUP_TILES)
 
 
-def row_shares(num_sms: int, segments: Sequence[Segment], units: int) -> RowShares:
-    """Equal shares for at most num_sms blocks, none of them empty; a group lies in two blocks at most."""
-    groups, lengths = sum(map(group_count, segments)), [units * UNIT_LENGTHS[segment.kind] for segment in segments]
+def group_steps(segment: Segment, units: int) -> int:
+    return units // STEP_UNITS[segment.kind]
+
+
+def row_shares(num_sms: int, segments: Sequence[Segment], units: int, max_places: int) -> RowShares:
+    """Equal shares for at most num_sms blocks, none of them empty; a group lies in two blocks at most. max_places: round_places."""
+    groups, lengths = sum(map(group_count, segments)), [group_steps(segment, units) for segment in segments]
     total = sum(group_count(segment) * length for segment, length in zip(segments, lengths, strict=True))
     blocks = max(1, min(num_sms, groups))
-    whole = RowShares(blocks, total, True)
-    borders = whole.borders(segments, units)
-    sizes = [end - start for start, end in pairwise(borders)]
-    if min(sizes) > 0 and max(sizes) * blocks <= total * (1 + WHOLE_LOSS):
-        return whole
-    return RowShares(max(1, min(blocks, total // max(lengths))), total, False)
+    shares = RowShares(blocks, total, True)
+    sizes = [end - start for start, end in pairwise(shares.borders(segments, units))]
+    if min(sizes) <= 0 or max(sizes) * blocks > total * (1 + WHOLE_LOSS):
+        shares = RowShares(max(1, min(blocks, total // max(lengths))), total, False)
+    return _with_rounds(shares, segments, units, max_places)
+
+
+def _with_rounds(shares: RowShares, segments: Sequence[Segment], units: int, max_places: int) -> RowShares:
+    """So many rounds that no warp is in more than max_places groups of one; a round may begin up to a group early."""
+    shortest, longest = (pick(group_steps(segment, units) for segment in segments) for pick in (min, max))
+    largest = max(end - start for start, end in pairwise(shares.borders(segments, units)))
+    rounds = 1
+    while True:
+        round_steps = largest if rounds == 1 else -(-largest // rounds) + longest
+        places = -(-round_steps // (BLOCK_WARPS * shortest)) + 1
+        if places <= max_places and round_steps // shortest + 2 <= ROUND_GROUPS or rounds * longest > largest:
+            return replace(shares, rounds=rounds, places=places)
+        rounds += 1
 
 
 @dataclass(frozen=True)
@@ -147,7 +172,7 @@ class CudaWeight:
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
 
 
-def without_rows(weight: CudaWeight, skip: tuple[int, int], num_sms: int) -> CudaWeight:
+def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaWeight:
     """The weight without its rows skip[0] to skip[1] - 1, the others where they were. Both are borders of tiles, the weight is one
     matrix."""
     first, end = skip
@@ -157,14 +182,20 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], num_sms: int) -> Cud
     segments = (replace(whole, num_tiles=first // TILE_ROWS, num_rows=first),
                 replace(whole, first_tile=tiles, num_tiles=whole.num_tiles - tiles, first_row=end, num_rows=whole.num_rows - end,
                         offset=whole.offset + tiles * whole.tile_bytes))
-    return replace(weight, nbytes=0, segments=segments, shares=row_shares(max(1, num_sms), segments, weight.units))
+    return replace(weight, nbytes=0, segments=segments, shares=row_shares(max(1, card.num_sms), segments, weight.units, round_places(card.shared_bytes)))
 
 
-def rows_shared_bytes(rows: int, units: int, fused: bool) -> int:
+def rows_shared_bytes(rows: int, units: int, fused: bool, places: int) -> int:
     """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones."""
-    sums = 16 * 2 * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused else 8) * 20 * 4
-    fixed = sums + BORDER_BYTES + 64 + 2 * 2 * 16 * 4 + (2 * ROUND_GROUPS + 16) * 4
-    return fixed + (units * 8 * 4 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
+    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused else 8) * 20 * 4
+    fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4
+    return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
+
+
+def unit_count(tensor: "Tensor") -> int:
+    """Units of a tile: float32 as a high and a low half, the others up to whole steps."""
+    units, most = -(-tensor.cols // UNIT_COLS), max(STEP_UNITS.values())
+    return 2 * units if tensor.dtype.name == "F32" else -(-units // most) * most
 
 
 def kind_of(tensor: "Tensor") -> tuple[int, int]:
@@ -206,10 +237,11 @@ class Loader:
         self._check(tensors)
         cols = first.cols
         wrap = -(-cols // UNIT_COLS) if all(tensor.dtype.name == "F32" for tensor in tensors) else 0
-        units = 2 * wrap or -(-cols // UNIT_COLS)
+        units = unit_count(first)
         paired = len(tensors) == 2 and first.shape == tensors[1].shape and first.dtype == tensors[1].dtype
         segments, nbytes = plan_segments(tensors, units, paired)
-        shares = row_shares(max(1, self._device.card.num_sms), segments, units)
+        card = self._device.card
+        shares = row_shares(max(1, card.num_sms), segments, units, round_places(card.shared_bytes))
         if shares.total * units >= 1 << 31:
             raise GpuError(f"{first.name} has {first.rows} rows of {cols} columns, too many for the GPU.")
         try:
@@ -291,5 +323,4 @@ def packed_bytes(tensor: "Tensor") -> int:
     gap = 4096 + 512
     if tensor.dtype.name == "F32" and (len(tensor.shape) == 1 or tensor.cols <= VECTOR_COLS):
         return 4 * tensor.rows * tensor.cols + gap
-    units = -(-tensor.cols // UNIT_COLS) * (2 if tensor.dtype.name == "F32" else 1)
-    return -(-tensor.rows // TILE_ROWS) * units * UNIT_BYTES[kind_of(tensor)[0]] + gap
+    return -(-tensor.rows // TILE_ROWS) * unit_count(tensor) * UNIT_BYTES[kind_of(tensor)[0]] + gap

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_weights import (
-    BORDER_BYTES, KIND_F16, KIND_Q4, KIND_Q8, UNIT_LENGTHS, WHOLE_LOSS, Segment, group_count, row_shares, rows_shared_bytes,
+    BLOCK_WARPS, BORDER_BYTES, KIND_F16, KIND_Q4, KIND_Q8, ROUND_GROUPS, WHOLE_LOSS, Segment, group_count,
+    group_steps, round_places, row_shares, rows_shared_bytes,
 )
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
@@ -35,24 +36,25 @@ def segments_of(*parts: tuple[int, int]) -> tuple[Segment, ...]:
 LISTS = {
     "delta in of the 27B": (segments_of((1024, KIND_Q4), (6, KIND_F16)), 80), "gate up": (segments_of((2176, KIND_Q4)), 80),
     "down": (segments_of((320, KIND_Q4)), 272), "q8 and q4": (segments_of((768, KIND_Q8), (128, KIND_Q4)), 80),
-    "first the largest": (segments_of((3, KIND_F16), (9, KIND_Q4)), 7), "every kind": (segments_of((5, KIND_Q4), (3, KIND_Q8), (1, KIND_F16), (8, KIND_Q4)), 3),
-    "one tile": (segments_of((1, KIND_Q8)), 1), "one unit": (segments_of((33, KIND_Q4), (2, KIND_F16)), 1),
+    "first the largest": (segments_of((3, KIND_F16), (9, KIND_Q4)), 8), "every kind": (segments_of((5, KIND_Q4), (3, KIND_Q8), (1, KIND_F16), (8, KIND_Q4)), 4),
+    "one tile": (segments_of((1, KIND_Q8)), 4), "one step": (segments_of((33, KIND_Q4), (2, KIND_F16)), 4),
+    "head": (segments_of((15520, KIND_Q4)), 80), "float32": (segments_of((9, KIND_F16)), 2),
 }
 
 
 def group_ends(segments: tuple[Segment, ...], units: int) -> list[int]:
     out = [0]
     for segment in segments:
-        out += [out[-1] + units * UNIT_LENGTHS[segment.kind] * (i + 1) for i in range(group_count(segment))]
+        out += [out[-1] + group_steps(segment, units) * (i + 1) for i in range(group_count(segment))]
     return out
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_every_unit_is_in_one_block_and_a_group_in_two_at_most(name):
+def test_every_step_is_in_one_block_and_a_group_in_two_at_most(name):
     segments, units = LISTS[name]
     groups = group_ends(segments, units)
-    for num_sms in SMS:
-        shares = row_shares(num_sms, segments, units)
+    for num_sms, places in product(SMS, (2, 3)):
+        shares = row_shares(num_sms, segments, units, places)
         borders = shares.borders(segments, units)
         assert 1 <= shares.blocks <= num_sms and len(borders) == shares.blocks + 1
         assert borders[0] == 0 and borders[-1] == shares.total == groups[-1]
@@ -60,17 +62,32 @@ def test_every_unit_is_in_one_block_and_a_group_in_two_at_most(name):
         within = np.searchsorted(groups, borders, "right") - 1
         inside = [int(group) for group, border in zip(within, borders) if groups[group] != border]
         assert len(inside) == len(set(inside)) and not (shares.whole and inside)
-        for group, border in zip(within, borders):   # a border is one of units, too
-            length = (groups[min(group + 1, len(groups) - 1)] - groups[group]) // units
-            assert not length or (border - groups[group]) % length == 0
         if shares.whole:
             assert max(end - start for start, end in pairwise(borders)) * shares.blocks <= shares.total * (1 + WHOLE_LOSS)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_no_warp_is_in_more_groups_of_a_round_than_it_has_places(name):
+    """As Share::open and run of the kernel go, step by step."""
+    segments, units = LISTS[name]
+    groups = np.asarray(group_ends(segments, units))
+    for num_sms, places in product((1, 7, 82, 108, 132, 170, 264), (2, 3)):
+        shares = row_shares(num_sms, segments, units, places)
+        assert 1 <= shares.places <= places
+        for begin, end in pairwise(shares.borders(segments, units)):
+            starts = [begin + (end - begin) * i // shares.rounds for i in range(shares.rounds)]
+            starts = [begin, *(max(begin, int(groups[np.searchsorted(groups, start, "right") - 1])) for start in starts[1:]), end]
+            for low, high in pairwise(starts):
+                assert low <= high and np.searchsorted(groups, high) - np.searchsorted(groups, low, "right") < ROUND_GROUPS
+                warps = [low + ((high - low) * warp >> 4) for warp in range(BLOCK_WARPS + 1)]
+                touched = [np.searchsorted(groups, stop) - np.searchsorted(groups, start, "right") + 1 for start, stop in pairwise(warps)]
+                assert max(touched) <= shares.places
 
 
 def test_shares_of_the_27b_are_even():
     for name in ("delta in of the 27B", "gate up", "down"):
         segments, units = LISTS[name]
-        shares = row_shares(132, segments, units)
+        shares = row_shares(132, segments, units, 3)
         borders = shares.borders(segments, units)
         assert shares.blocks == 132
         assert max(end - start for start, end in pairwise(borders)) * 132 <= 1.04 * shares.total
@@ -80,8 +97,8 @@ def test_shares_of_the_27b_are_even():
 def test_every_block_fits_the_card(number):
     for units in (80, 96, 272):
         for rows in ROW_COUNTS:
-            assert rows_shared_bytes(rows, units, False) <= CARDS[number].shared_bytes
-        assert rows_shared_bytes(2, units, True) <= CARDS[number].shared_bytes
+            assert rows_shared_bytes(rows, units, False, round_places(CARDS[number].shared_bytes)) <= CARDS[number].shared_bytes
+        assert rows_shared_bytes(2, units, True, 2) <= CARDS[number].shared_bytes
 
 
 SPECS = {
@@ -121,15 +138,15 @@ def test_sums_that_are_not_finite_cross_a_border():
     """A word says by being zero that it is empty; whatever a sum may be, it is not that."""
     device = EmulatedDevice(replace(CARD, num_sms=3))
     backend = CudaBackend(device)
-    stage = cuda_checks.Stage(backend, [(128, Q4_G64)], 192, 1)
+    stage = cuda_checks.Stage(backend, [(128, Q4_G64)], 640, 1)
     shares = stage.weight.shares
     groups = group_ends(stage.weight.segments, stage.weight.units)
-    backend.empty((96, 192), "float32", "x")
-    state = open_state(backend, 192)
+    backend.empty((96, 640), "float32", "x")
+    state = open_state(backend, 640)
     assert set(shares.borders(stage.weight.segments, stage.weight.units)) - set(groups), "no group lies in two blocks"
     for fill in (0.0, np.nan):
         backend.begin(cuda_checks.make_batch("decode", [[0]], [0], [0], [[0]]), state)
         out = backend.upload(np.ones((1, 128), np.float32))
-        backend.project(stage.norm, stage.weight, backend.upload(np.full((1, 192), fill, np.float32)), out)
+        backend.project(stage.norm, stage.weight, backend.upload(np.full((1, 640), fill, np.float32)), out)
         np.testing.assert_array_equal(np.isnan(backend.download(out)), np.isnan(fill))
         assert not device.download(backend.scratch.border, 4 * BORDER_BYTES).any()

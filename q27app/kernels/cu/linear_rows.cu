@@ -4,15 +4,16 @@
 // Layout:    x rows contiguous and 16-byte aligned; tiles of W one after the other, a unit list each
 // Launch:    linear_rows_*: grid (blocks), block (512), shared as cuda_weights.rows_shared_bytes, at most one block a
 //            multiprocessor and all at once: a block waits for the one before it; stage_*: grid (rows), block (512)
-// Defines:   none    Limits: cols % 4 == 0, rows <= 8 NB
+// Defines:   none    Limits: cols % 4 == 0, rows <= 8 NB; Q4's units a multiple of 4, Q8's of 2
 // Numbers:   activations scaled per row, its peak to 2^14, then fp16; exact products; f32 sums in a fixed order: units of a
 //            warp ascending, warps ascending, blocks ascending, whatever the rows. Bound: memory.
 //
-// The units of all groups, one after the other, are shared out evenly (row_shares.cuh): a block takes an equal part of
+// The steps of all groups, one after the other, are shared out evenly (row_shares.cuh): a block takes an equal part of
 // them, a warp an equal part of its block's. So every multiprocessor reads as many bytes as the others, and nobody waits for
-// anybody before the end. Each lane reads its 16 bytes of a unit straight into registers, an item ahead, the first of them before
-// the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks is
-// finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
+// anybody before the end. Each lane reads its 16 bytes of a unit straight into registers, half a step behind the other half:
+// the loads of a half have a scoreboard of their own, so that its products wait for them alone. The first of them are issued
+// before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
+// is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
 // One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before.
 #include "row_shares.cuh"
 
@@ -22,208 +23,204 @@ template <int SOURCE_, int EPILOGUE_, int NB_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_;
   static constexpr bool FUSED = SOURCE != HALVES;
   static constexpr int COLUMNS = FUSED ? 2 : 8, TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
-  static constexpr int WARP_SUMS = 2 * GROUP_TILES * NB * TILE_SUMS;        // of two groups
+  static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
 
 template <class S> struct Memory {   // the block's shared memory
-  float* sums;          // [warps][2 groups][tiles][NB][TILE_SUMS]
-  float* head;          // [tiles][MAX_ROWS][TILE_ROWS]: of a group that the block before began
   float* inverse;       // FUSED: [16] 1 / scale of each row
   float* stats;         // FUSED: [2 rows][2 WARPS]
-  int* edges;           // [ROUND_GROUPS][2] first and last warp of a group, [warps] first group of a warp
-  float* minus_sums;    // FUSED: [units][8]
+  int* edges;           // [ROUND_GROUPS][2] first warp of a group and its place there * 256, last warp
+  float4* starts;       // FUSED: [units]
   uint16_t* rows;       // FUSED: [rows][stride]
+  float* sums;          // [warps][places][tiles][NB][TILE_SUMS]
   int stride;
-  __device__ __forceinline__ void open(unsigned char* shared, int units) {
-    sums = reinterpret_cast<float*>(shared);
-    head = sums + BLOCK_WARPS * S::WARP_SUMS;
-    inverse = head + BORDER_WORDS;
+  __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows) {
+    inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
     edges = reinterpret_cast<int*>(stats + 2 * 2 * WARPS);
-    minus_sums = reinterpret_cast<float*>(edges + 2 * ROUND_GROUPS + BLOCK_WARPS);
-    rows = reinterpret_cast<uint16_t*>(minus_sums + units * 8);
+    starts = reinterpret_cast<float4*>(edges + 2 * ROUND_GROUPS);
     stride = units * UNIT_COLS + 8;
+    rows = reinterpret_cast<uint16_t*>(starts + (S::FUSED ? units : 0));
+    sums = reinterpret_cast<float*>(rows + (S::FUSED ? num_rows * stride : 0));
   }
 };
 
-// Units of both tiles of a group whose loads are in flight.
-template <int KIND, int NB> struct Item {
-  static constexpr int WORDS = KIND == KIND_Q4 ? 1 : KIND == KIND_Q8 ? 2 : 4;                       // of 16 bytes a lane and unit
-  static constexpr int UNITS = KIND == KIND_F16 || NB == 2 && KIND == KIND_Q8 ? 1 : KIND == KIND_Q8 || NB == 2 ? 2 : 4;
-};
+// What of a step's loads is in flight: two halves.
 struct Flight {
-  uint4 words[8];
-  uint32_t scales[8];
+  uint4 words[2][4];
+  uint32_t scales[2][4];
+};
+template <int KIND> struct Step {
+  static constexpr int UNITS = KIND == KIND_Q4 ? 4 : KIND == KIND_Q8 ? 2 : 1, BYTES = UNITS * Unit<KIND>::BYTES;
+  static constexpr int HALF = KIND == KIND_Q4 ? 2 : 1;   // units of half a step; of F16 a half is one of the two tiles
 };
 
-// One warp on its part [first, end) of a segment's units, counted from the segment's first.
-template <int KIND, class S> struct Stream {
-  static constexpr int UNITS = Item<KIND, S::NB>::UNITS, WORDS = Item<KIND, S::NB>::WORDS, BYTES = Unit<KIND>::BYTES;
-  const unsigned char* at[GROUP_TILES];   // the lane's part of the next item
-  int group, unit, left, count;           // of the item in flight
+// A warp's way along its steps.
+struct Way {
+  const unsigned char* at;    // the lane's part of the step in flight, first tile
+  int second, left;           // bytes from there to the second tile: none at an odd end; its sums are not used. Steps left
+  int segment, group, step;   // of the step in flight
+  int unit;                   // its first among the activations
+  __device__ __forceinline__ void aim(const LinearRows& p, int lane) {
+    const Segment& segment = p.segments[this->segment];
+    const int step_bytes = segment.kind == KIND_Q4 ? Step<KIND_Q4>::BYTES : segment.kind == KIND_Q8 ? Step<KIND_Q8>::BYTES : Step<KIND_F16>::BYTES;
+    at = p.weights + segment.offset + (long long)(group * GROUP_TILES) * segment.tile_bytes + (step * step_bytes + lane * 16);
+    second = group * GROUP_TILES + 1 < segment.num_tiles ? segment.tile_bytes : 0;
+    unit = step * (segment.kind == KIND_Q4 ? 4 : segment.kind == KIND_Q8 ? 2 : 1);
+    if (p.rows_in.wrap && unit >= p.rows_in.wrap) unit -= p.rows_in.wrap;
+  }
+};
 
-  __device__ __forceinline__ void aim(const LinearRows& p, const Segment& segment, int lane) {
+template <int KIND> __device__ __forceinline__ void fetch(Flight& flight, const unsigned char* at, int second, int half, int lane, bool wanted) {
+  constexpr int BYTES = Unit<KIND>::BYTES;
+  if constexpr (KIND == KIND_F16) {
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; ++t)   // at an odd end the last tile again; its sums are not used
-      at[t] = p.weights + segment.offset + (long long)min(group * GROUP_TILES + t, segment.num_tiles - 1) * segment.tile_bytes + (unit * BYTES + lane * 16);
-  }
-  __device__ __forceinline__ void open(const LinearRows& p, const Segment& segment, int first, int end, int lane) {
-    group = p.rows_in.units == 1 ? first : divided(first, p.per_unit), unit = first - group * p.rows_in.units, left = end - first;
-    aim(p, segment, lane);
-    count = min(UNITS, min(p.rows_in.units - unit, left));
-  }
-  __device__ __forceinline__ void fetch(Flight& flight, int j, int lane) const {
-    const unsigned char* scales = at[0] + (j * BYTES + Unit<KIND>::DATA + (lane >> 2) * 4 - lane * 16);
+    for (int i = 0; i < 4; ++i) load_once_16(flight.words[half][i], at + (half ? second : 0) + i * 512, wanted);
+  } else {
+    const unsigned char* scales = at + Unit<KIND>::DATA + ((lane >> 2) * 4 - lane * 16);
 #pragma unroll
-    for (int t = 0; t < GROUP_TILES; ++t)
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) load_once_16(flight.words[(j * GROUP_TILES + t) * WORDS + i], at[t] + j * BYTES + i * 512, j < count);
-    if (KIND == KIND_F16) return;
-    load_once_4(flight.scales[j * GROUP_TILES], scales, j < count);
-    load_once_4(flight.scales[j * GROUP_TILES + 1], scales + (at[1] - at[0]), j < count);
+    for (int i = 0; i < 4; ++i) {   // Q4: unit i / 2, tile i % 2; Q8: tile i / 2, word i % 2
+      const int unit = KIND == KIND_Q4 ? 2 * half + i / 2 : half, tile = KIND == KIND_Q4 ? i % 2 : i / 2, word = KIND == KIND_Q4 ? 0 : i % 2;
+      load_once_16(flight.words[half][i], at + (tile ? second : 0) + unit * BYTES + word * 512, wanted);
+      if (word == 0) load_once_4(flight.scales[half][i], scales + (tile ? second : 0) + unit * BYTES, wanted);
+    }
   }
-  __device__ __forceinline__ void begin(Flight& flight, int lane) const {
-#pragma unroll
-    for (int j = 0; j < UNITS; ++j) fetch(flight, j, lane);
-  }
+}
 
-  // Activations of a unit: halves b and -sums.
-  __device__ __forceinline__ static void activations(const LinearRows& p, const Memory<S>& m, int unit, int lane, uint32_t (&b)[S::NB][8], float (&minus)[S::NB][2]) {
-    const int u = KIND == KIND_F16 && p.rows_in.wrap && unit >= p.rows_in.wrap ? unit - p.rows_in.wrap : unit;
+// Activations of a unit.
+template <class S> __device__ __forceinline__ void activations(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int unit, int j, int lane,
+                                                               uint32_t (&b)[S::NB][8], float4 (&start)[S::NB]) {
+#pragma unroll
+  for (int nb = 0; nb < S::NB; ++nb) {
+    uint4 low, high;
+    if constexpr (S::FUSED) {
+      low = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS), high = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS + 8);
+      start[nb] = m.starts[unit + j];
+    } else {
+      const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.halves) + unit * (S::NB * 64) + (j * S::NB + nb) * 64 + lane;
+      low = from[0], high = from[32];
+      start[nb] = *(reinterpret_cast<const float4*>(p.rows_in.starts) + unit * (S::NB * 4) + (j * S::NB + nb) * 4 + (lane & 3));
+    }
+    b[nb][0] = low.x, b[nb][1] = low.y, b[nb][2] = low.z, b[nb][3] = low.w;
+    b[nb][4] = high.x, b[nb][5] = high.y, b[nb][6] = high.z, b[nb][7] = high.w;
+  }
+}
+
+// The products of half a step.
+template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int unit, const Flight& flight, int half, int lane,
+                                                                           float (&acc)[GROUP_TILES][S::NB][4]) {
+#pragma unroll
+  for (int j = 0; j < Step<KIND>::HALF; ++j) {
+    uint32_t b[S::NB][8];
+    float4 start[S::NB];
+    activations<S>(p, m, row, unit, KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j, lane, b, start);
+    if constexpr (KIND == KIND_F16) {
+      multiply_words<KIND, S::NB>(flight.words[half], 0u, b, start, acc[half]);
+    } else {
+#pragma unroll
+      for (int t = 0; t < GROUP_TILES; ++t) {
+        const int i = KIND == KIND_Q4 ? 2 * j + t : 2 * t;
+        multiply_words<KIND, S::NB>(flight.words[half] + i, flight.scales[half][i], b, start, acc[t]);
+      }
+    }
+  }
+}
+
+template <class S> __device__ __forceinline__ void leave(float* sums, float (&acc)[GROUP_TILES][S::NB][4], int lane) {
+  const int g = lane >> 2, q = lane & 3;
+  float* base = sums + 40 * q + g;
+#pragma unroll
+  for (int t = 0; t < GROUP_TILES; ++t)
 #pragma unroll
     for (int nb = 0; nb < S::NB; ++nb) {
-      uint4 low, high;
-      float2 sum;
-      if constexpr (S::FUSED) {
-        const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + u * UNIT_COLS + (lane & 3) * 16;
-        low = *reinterpret_cast<const uint4*>(row), high = *reinterpret_cast<const uint4*>(row + 8);
-        sum = *reinterpret_cast<const float2*>(m.minus_sums + u * 8 + 2 * (lane & 3));
-      } else {
-        const uint4* row = reinterpret_cast<const uint4*>(p.rows_in.halves) + (u * S::NB + nb) * 64 + lane;
-        low = row[0], high = row[32];
-        sum = *reinterpret_cast<const float2*>(p.rows_in.minus_sums + (u * S::NB + nb) * 8 + 2 * (lane & 3));
-      }
-      b[nb][0] = low.x, b[nb][1] = low.y, b[nb][2] = low.z, b[nb][3] = low.w;
-      b[nb][4] = high.x, b[nb][5] = high.y, b[nb][6] = high.z, b[nb][7] = high.w;
-      minus[nb][0] = sum.x, minus[nb][1] = sum.y;
+      float(&c)[4] = acc[t][nb];
+      float* target = base + (t * S::NB + nb) * S::TILE_SUMS;
+      if (!S::FUSED || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
+      c[0] = c[1] = c[2] = c[3] = 0.0f;
     }
-  }
+}
 
-  // place: which of the warp's two groups this is.
-  __device__ __forceinline__ static void leave(const Memory<S>& m, float (&acc)[GROUP_TILES][S::NB][4], int warp, int lane, int place) {
-    const int g = lane >> 2, q = lane & 3;
-    float* base = m.sums + warp * S::WARP_SUMS + place * GROUP_TILES * S::NB * S::TILE_SUMS + 40 * q + g;
-#pragma unroll
-    for (int t = 0; t < GROUP_TILES; ++t)
-#pragma unroll
-      for (int nb = 0; nb < S::NB; ++nb) {
-        float(&c)[4] = acc[t][nb];
-        float* target = base + (t * S::NB + nb) * S::TILE_SUMS;
-        if (!S::FUSED || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
-        c[0] = c[1] = c[2] = c[3] = 0.0f;
-      }
-  }
-
-  // place: groups of this round that the warp has left already. Returns them with those of this part.
-  __device__ __forceinline__ int run(const LinearRows& p, const Segment& segment, const Memory<S>& m, Flight& flight, int warp, int lane, int place) {
-    float acc[GROUP_TILES][S::NB][4] = {};
+// A warp's steps of one kind, up to the end of its part or of the segment. sums: of the group that it is in; number: of that
+// group in the round; is_first, is_last: what the warp begins with is what the block has first of it, what it ends with last.
+template <int KIND, class S>
+__device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Flight& flight, Way& way, int warp, int lane, float*& sums, int& number, int& place, bool& is_first, bool is_last) {
+  float acc[GROUP_TILES][S::NB][4] = {};
+  const int group_steps = p.group_steps[way.segment], staged = staged_units(p.rows_in), num_tiles = p.segments[way.segment].num_tiles, tile_bytes = p.segments[way.segment].tile_bytes;
+  const int groups = (num_tiles + GROUP_TILES - 1) / GROUP_TILES;
+  const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + (lane & 3) * 16;
+  bool more;
 #pragma unroll 1
-    while (left > 0) {
-      const int here = unit, had = count, was = group;
-      left -= had, unit += had;
-      at[0] += had * BYTES, at[1] += had * BYTES;
-      if (unit == p.rows_in.units) unit = 0, ++group, aim(p, segment, lane);
-      count = min(UNITS, min(p.rows_in.units - unit, left));
+  do {
+    const int unit = way.unit, second = way.second;
+    const bool crosses = ++way.step == group_steps;
+    way.at += Step<KIND>::BYTES, way.unit += Step<KIND>::UNITS, --way.left;
+    if (way.unit == staged) way.unit = 0;
+    if (crosses) way.at += second, ++way.group, way.step = 0;
+    if (crosses) way.second = way.group * GROUP_TILES + 1 < num_tiles ? tile_bytes : 0;
+    more = way.left > 0 && way.group < groups;
 #pragma unroll
-      for (int j = 0; j < UNITS; ++j) {   // what an item lacks of its units is multiplied by 0
-        uint32_t b[S::NB][8];
-        float minus[S::NB][2];
-        activations(p, m, min(here + j, here + had - 1), lane, b, minus);
-#pragma unroll
-        for (int t = 0; t < GROUP_TILES; ++t)
-          multiply_words<KIND, S::NB>(flight.words + (j * GROUP_TILES + t) * WORDS, j < had ? flight.scales[j * GROUP_TILES + t] : 0u, b, minus, acc[t]);
-        fetch(flight, j, lane);
-      }
-      if (group != was || left == 0) leave(m, acc, warp, lane, place++);
+    for (int half = 0; half < 2; ++half) {
+      multiply_half<KIND, S>(p, m, row, unit, flight, half, lane, acc);
+      fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
-    return place;
-  }
-};
+    if (crosses || way.left == 0) {
+      leave<S>(sums, acc, lane);
+      if (lane == 0 && is_first) m.edges[2 * number] = warp | place << 8;
+      if (lane == 0 && (crosses || is_last)) m.edges[2 * number + 1] = warp;
+      is_first = true, ++number, ++place, sums += S::PLACE_SUMS;
+    }
+  } while (more);
+}
 
 template <class S> __device__ __forceinline__ float inverse_of(const LinearRows& p, const Memory<S>& m, int row) {
   if constexpr (S::FUSED) return m.inverse[row];
   else return p.rows_in.inverse[row];
 }
-template <class S> __device__ __forceinline__ void finish_value(const LinearRows& p, const Segment& segment, int group, int t, int i, int row, float value) {
-  const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;
-  if (place >= segment.num_rows) return;
-  float* target = p.out + (long long)row * p.out_stride + segment.first_row + place;
-  *target = S::EPILOGUE == ADD ? __fadd_rn(*target, value) : value;
-}
-__device__ __forceinline__ void finish_pair(const LinearRows& p, int group, int i, int row, float gate, float up) {
-  const int place = group * TILE_ROWS + i;
-  if (place < p.out_rows) p.out[(long long)row * p.out_stride + place] = __fmul_rn(silu(gate), up);
-}
-template <class S> __device__ __forceinline__ float sum_of_warps(const Memory<S>& m, int number, int low, int high, int t, int i, int row) {
-  const float* base = m.sums + (t * S::NB + (row >> 3)) * S::TILE_SUMS + (row & 7) * 20 + i;
-  const int* first_group = m.edges + 2 * ROUND_GROUPS;
-  float total = 0.0f;
-  for (int warp = low; warp <= high; ++warp) {
-    const int place = number - first_group[warp];
-    if (place < 2) total = __fadd_rn(total, base[warp * S::WARP_SUMS + place * GROUP_TILES * S::NB * S::TILE_SUMS]);
-  }
+template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRows& p, const Memory<S>& m, int number, int t, int i, int row) {
+  const int first = m.edges[2 * number], last = m.edges[2 * number + 1], low = first & 255, each = p.places * S::PLACE_SUMS;
+  const float* from = m.sums + (t * S::NB + (row >> 3)) * S::TILE_SUMS + (row & 7) * 20 + i;
+  float total = from[low * each + (first >> 8) * S::PLACE_SUMS];
+#pragma unroll 4
+  for (int warp = low + 1; warp <= last; ++warp) total = __fadd_rn(total, from[warp * each]);
   return total;
 }
 
-// Sums of a round's groups, to where they belong: out, the block's head, or the border with the next block.
-template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share& share, const Memory<S>& m, int low, int high) {
-  const int first = group_at(p, low).number, groups = group_at(p, high - 1).number - first + 1;
-  constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
-  constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
-  for (int o = threadIdx.x; o < groups * EACH * p.rows; o += BLOCK) {
-    const int i = o % TILE_ROWS, t = PAIRS ? 0 : o / TILE_ROWS % GROUP_TILES, number = first + o / EACH % groups, row = o / EACH / groups;
-    const Group g = group_at(p, share.group_start(p, number));
-    const Segment& segment = p.segments[g.segment];
-    const int* edges = m.edges + 2 * (number - first);
-    const float factor = (segment.kind == KIND_F16 ? 1.0f : CODE_UNSCALE) * inverse_of(p, m, row);
-    float value[2];
-#pragma unroll
-    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) value[e] = __fmul_rn(sum_of_warps<S>(m, number, edges[0], edges[1], t + e, i, row), factor);
-    const bool is_head = g.start < share.begin, is_tail = g.end > share.end;
-    if (!is_head && !is_tail) {
-      if constexpr (PAIRS) finish_pair(p, g.index, i, row, value[0], value[1]);
-      else finish_value<S>(p, segment, g.index, t, i, row, value[0]);
+// Sums of a round's groups, to where they belong: out, or the border with the next block. A warp takes a group of a row at a time,
+// the last first, as the next block waits for it.
+template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share& share, const Memory<S>& m, int block, int warp, int lane) {
+  const Place first = place_at(p, share.low), last = place_at(p, share.high - 1);
+  const int first_number = p.first_group[first.segment] + first.group, groups = p.first_group[last.segment] + last.group - first_number + 1;
+  const bool has_head = first.step > 0, has_tail = last.step + 1 < p.group_steps[last.segment];
+  const int t = lane >> 4, i = lane & 15;
+#pragma unroll 1
+  for (int k = groups * p.rows - 1 - warp; k >= 0; k -= BLOCK_WARPS) {
+    const int number = divided(k, p.per_row), row = k - number * p.rows, segment_index = segment_of(p.first_group, first_number + number);
+    const Segment& segment = p.segments[segment_index];
+    const int group = first_number + number - p.first_group[segment_index];
+    const float factor = (segment.kind == KIND_F16 ? 1.0f : CODE_UNSCALE) * inverse_of<S>(p, m, row);
+    float value = __fmul_rn(sum_of_warps<S>(p, m, number, t, i, row), factor);
+    const int word = (t * MAX_ROWS + row) * TILE_ROWS + i;
+    if (number == groups - 1 && has_tail) {
+      post_word(p.border + (block + 1) * BORDER_WORDS + word, value);
       continue;
     }
-#pragma unroll
-    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) {
-      const int word = ((t + e) * MAX_ROWS + row) * TILE_ROWS + i;
-      if (is_head) m.head[word] = value[e];
-      else post_word(p.border + (blockIdx.x + 1) * BORDER_WORDS + word, value[e]);
+    if (number == 0 && has_head) value = __fadd_rn(take_word(p.border + block * BORDER_WORDS + word), value);
+    float* out = p.out + (long long)row * p.out_stride;
+    if constexpr (S::EPILOGUE == GATE_UP) {
+      const float up = __shfl_sync(ALL_LANES, value, i + 16);
+      const int place = group * TILE_ROWS + i;
+      if (t == 0 && place < p.out_rows) out[place] = __fmul_rn(silu(value), up);
+    } else {
+      const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;
+      float* target = out + segment.first_row + place;
+      if (place < segment.num_rows) *target = S::EPILOGUE == ADD ? __fadd_rn(*target, value) : value;
     }
-  }
-}
-
-// The group that the block before began: its sums, then this block's.
-template <class S> __device__ __forceinline__ void finish_head(const LinearRows& p, const Share& share, const Memory<S>& m) {
-  constexpr bool PAIRS = S::EPILOGUE == GATE_UP;
-  constexpr int EACH = (PAIRS ? 1 : GROUP_TILES) * TILE_ROWS;
-  for (int o = threadIdx.x; o < EACH * p.rows; o += BLOCK) {
-    const int i = o % TILE_ROWS, t = PAIRS ? 0 : o / TILE_ROWS % GROUP_TILES, row = o / EACH;
-    float value[2];
-#pragma unroll
-    for (int e = 0; e < (PAIRS ? 2 : 1); ++e) {
-      const int word = ((t + e) * MAX_ROWS + row) * TILE_ROWS + i;
-      value[e] = __fadd_rn(take_word(p.border + blockIdx.x * BORDER_WORDS + word), m.head[word]);
-    }
-    if constexpr (PAIRS) finish_pair(p, share.first.index, i, row, value[0], value[1]);
-    else finish_value<S>(p, p.segments[share.first.segment], share.first.index, t, i, row, value[0]);
   }
 }
 
 // Rows that were converted before: bring what the warp reads near, or it would wait for each unit in turn.
 template <class S> __device__ __forceinline__ void touch(const LinearRows& p, int first, int units, int lane) {
-  const int all = p.rows_in.wrap ? p.rows_in.wrap : p.rows_in.units, lines = min(units, all) * S::NB * 8;
+  const int all = staged_units(p.rows_in), lines = min(units, all) * S::NB * 8;
   uint32_t seen = 0;
 #pragma unroll 8
   for (int line = lane; line < lines; line += 32) {
@@ -234,85 +231,71 @@ template <class S> __device__ __forceinline__ void touch(const LinearRows& p, in
   if (seen == 0xfffefffeu) asm volatile("" ::"r"(seen));
 }
 
-// A warp's part of a round, segment by segment.
-template <class S> __device__ __forceinline__ void run_round(const LinearRows& p, const Memory<S>& m, int round, int from, int to) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Flight flight = {};
-  int place = 0, position = from;
-  bool waited = round > 0;
-#pragma unroll 1
-  do {
-    const Group g = group_at(p, min(position, p.total - 1));
-    const Segment& segment = p.segments[g.segment];
-    const int shift = unit_shift(segment.kind), base = g.start - (g.index * p.rows_in.units << shift);
-    const int stop = min(to, base + (groups_of(segment) * p.rows_in.units << shift));
-    const bool mine = position < stop;
-    auto part = [&](auto stream) {
-      if (mine) stream.open(p, segment, (position - base) >> shift, (stop - base) >> shift, lane), stream.begin(flight, lane);
-      if (!waited) {
-        wait_for_earlier();
-        if constexpr (S::FUSED) {
-#pragma unroll 1
-          for (int row = 0; row < p.rows; ++row)
-            stage_row<S::SOURCE>(p.rows_in, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, m.minus_sums + row}, m.inverse + row);
-          __syncthreads();
-        } else if (mine) {
-          touch<S>(p, (position - g.start) >> shift, (stop - position) >> shift, lane);
-        }
-        waited = true;
-      }
-      if (mine) place = stream.run(p, segment, m, flight, warp, lane, place);
-    };
-    if (segment.kind == KIND_Q4) part(Stream<KIND_Q4, S>());
-    else if (segment.kind == KIND_Q8) part(Stream<KIND_Q8, S>());
-    else part(Stream<KIND_F16, S>());
-    position = stop;
-  } while (position < to);
-}
-
-// For the sums of a round: which groups the warp was in, and where it was the first or the last.
-template <class S> __device__ __forceinline__ void note_edges(const LinearRows& p, const Share& share, const Memory<S>& m, int low, int high, int from, int to) {
-  if (threadIdx.x % 32) return;
-  const int warp = threadIdx.x / 32, first = group_at(p, low).number;
-  int* first_group = m.edges + 2 * ROUND_GROUPS + warp;
-  *first_group = -2;   // in no group
-  if (from >= to) return;
-  const Group start = group_at(p, from), stop = group_at(p, to - 1);
-  *first_group = start.number;
-  for (int number = start.number; number <= stop.number; ++number) {
-    const int begin = share.group_start(p, number), end = group_at(p, begin).end;
-    if (max(begin, low) >= from) m.edges[2 * (number - first)] = warp;
-    if (min(end, high) <= to) m.edges[2 * (number - first) + 1] = warp;
-  }
-}
-
 template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
   using S = Shape<SOURCE, EPILOGUE, NB>;
   SHARED_BYTES(shared);
   allow_next();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Memory<S> m;
-  m.open(shared, staged_units(p.rows_in));
+  m.open(shared, staged_units(p.rows_in), p.rows);
 #pragma unroll 1
-  for (int round = 0;; ++round) {
-    int from, to;
+  for (int round = 0; round < p.rounds; ++round) {
+    Flight flight = {};
+    Way way;
+    int number, place = 0;
+    bool is_first, is_last;
     {
       Share share;
-      share.open(p);
-      const int low = share.round_start(p, round), high = share.round_start(p, round + 1), warp = threadIdx.x / 32;
-      from = share.warp_start(p, low, high, warp), to = share.warp_start(p, low, high, warp + 1);
+      share.open(p, blockIdx.x, round);
+      const int from = share.warp_start(warp), to = share.warp_start(warp + 1);
+      const Place at = place_at(p, from);
+      way.segment = at.segment, way.group = at.group, way.step = at.step, way.left = to - from;
+      is_first = at.step == 0 || from == share.low, is_last = to == share.high;
+      way.aim(p, lane);
     }
-    run_round<S>(p, m, round, from, to);
-    Share share;
-    share.open(p);
-    const int low = share.round_start(p, round), high = share.round_start(p, round + 1);
-    note_edges<S>(p, share, m, low, high, from, to);
+    auto begin = [&](auto kind) {
+      if (way.left > 0) fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true);
+    };
+    auto by_kind = [&](auto call) {
+      const int kind = p.segments[way.segment].kind;
+      if (kind == KIND_Q4) call(Kind<KIND_Q4>());
+      else if (kind == KIND_Q8) call(Kind<KIND_Q8>());
+      else call(Kind<KIND_F16>());
+    };
+    by_kind(begin);
+    if (round == 0) {
+      wait_for_earlier();
+      if constexpr (S::FUSED) {
+#pragma unroll 1
+        for (int row = 0; row < p.rows; ++row)
+          stage_row<SOURCE>(p.rows_in, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, reinterpret_cast<float*>(m.starts), row}, m.inverse + row);
+        __syncthreads();
+      } else {
+        touch<S>(p, way.unit, way.left * 4, lane);
+      }
+    }
+    {
+      Share share;
+      share.open(p, block_anew(), round);
+      const Place low = place_at(p, share.low);
+      number = p.first_group[way.segment] + way.group - (p.first_group[low.segment] + low.group);
+    }
+    float* sums = m.sums + warp * p.places * S::PLACE_SUMS;
+    if (way.left == 0) {   // counts as one among the others of a group
+      float none[GROUP_TILES][NB][4] = {};
+      leave<S>(sums, none, lane);
+    }
+    while (way.left > 0) {
+      by_kind([&](auto kind) { run<kind.value, S>(p, m, flight, way, warp, lane, sums, number, place, is_first, is_last); });
+      if (way.left == 0) break;
+      ++way.segment, way.group = 0, way.step = 0, way.aim(p, lane);
+      by_kind(begin);
+    }
     __syncthreads();
-    reduce_round<S>(p, share, m, low, high);
-    const bool has_head = share.first.start < share.begin, is_over = round + 1 >= share.rounds;
-    if (!is_over || has_head) __syncthreads();
-    if (!is_over) continue;
-    if (has_head) finish_head<S>(p, share, m);
-    return;
+    Share share;
+    share.open(p, block_anew(), round);
+    reduce_round<S>(p, share, m, block_anew(), warp, lane);
+    if (round + 1 < p.rounds) __syncthreads();
   }
 }
 
@@ -337,7 +320,7 @@ template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   __shared__ float stats[2 * WARPS];
   allow_next();
   wait_for_earlier();
-  stage_row<SOURCE>(p, blockIdx.x, stats, FragmentOrder{p.halves, p.minus_sums, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
+  stage_row<SOURCE>(p, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) stage_plain(const __grid_constant__ Rows p) { stage_all<PLAIN>(p); }

@@ -20,6 +20,9 @@ constexpr int UNIT_COLS = 64, TILE_ROWS = 16;
 constexpr float CODE_SCALE = 5.9604644775390625e-08f;   // 2^-24
 constexpr float CODE_UNSCALE = 16777216.0f;
 
+template <int KIND_> struct Kind {
+  static constexpr int value = KIND_;
+};
 template <int KIND> struct Unit;
 template <> struct Unit<KIND_F16> { static constexpr int DATA = 2048, BYTES = 2048; };
 template <> struct Unit<KIND_Q8> { static constexpr int DATA = 1024, BYTES = 1056; };
@@ -33,59 +36,51 @@ struct Segment {
 
 // a, scales: the lane's words of a unit.
 // acc += unit x activations for NB groups of 8 activation rows, exact products, f32 accumulation, fixed order.
-// b[nb][i]: halves 2 i, 2 i + 1 of the lane's 16 columns of activation row nb * 8 + g.
-// minus_sum[nb][j]: -2^-24 * sum over the unit of activation row nb * 8 + 2 q + j.
+// b[nb][i]: halves 2 i, 2 i + 1 of the lane's 16 columns of activation row nb * 8 + g; those of every second four columns (i & 2)
+// are divided by 16, as the upper nibbles of Q4 come out 16 times too large.
+// start[nb]: Q4's codes' offset, -8 * 2^-24 * sum over the unit, of the activation rows nb * 8 + 2 q, + 1, and the two again.
 // The sums of quantised kinds come out multiplied by 2^-24.
 template <int KIND, int NB>
-__device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, const uint32_t (&b)[NB][8],
-                                               const float (&minus_sum)[NB][2], float (&acc)[NB][4]) {
+__device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, const uint32_t (&b)[NB][8], const float4 (&start)[NB], float (&acc)[NB][4]) {
+  constexpr uint32_t SIXTEEN = 0x4c004c00u;
   if constexpr (KIND == KIND_F16) {
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
-      float even[4], odd[4];
-      mma_f16_from(even, a[0].x, a[0].y, a[0].z, a[0].w, b[nb][0], b[nb][1], 0.0f, 0.0f, 0.0f, 0.0f);
-      mma_f16_from(odd, a[1].x, a[1].y, a[1].z, a[1].w, b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
-      mma_f16(even, a[2].x, a[2].y, a[2].z, a[2].w, b[nb][4], b[nb][5]);
-      mma_f16(odd, a[3].x, a[3].y, a[3].z, a[3].w, b[nb][6], b[nb][7]);
+      float c[4];
+      mma_f16_from(c, a[0].x, a[0].y, a[0].z, a[0].w, b[nb][0], b[nb][1], 0.0f, 0.0f, 0.0f, 0.0f);
+      mma_f16(c, a[1].x, a[1].y, a[1].z, a[1].w, half2_mul(b[nb][2], SIXTEEN), half2_mul(b[nb][3], SIXTEEN));
+      mma_f16(c, a[2].x, a[2].y, a[2].z, a[2].w, b[nb][4], b[nb][5]);
+      mma_f16(c, a[3].x, a[3].y, a[3].z, a[3].w, half2_mul(b[nb][6], SIXTEEN), half2_mul(b[nb][7], SIXTEEN));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], __fadd_rn(even[i], odd[i]));
+      for (int i = 0; i < 4; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], c[i]);
     }
   } else {
     const float scale_low = half_to_float((uint16_t)(scales & 0xffff)), scale_high = half_to_float((uint16_t)(scales >> 16));
-    if constexpr (KIND == KIND_Q4) {
-      const uint4 w = a[0];
-      constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u;
-      const uint32_t x8 = w.x >> 8, y8 = w.y >> 8, z8 = w.z >> 8, w8 = w.w >> 8;
 #pragma unroll
-      for (int nb = 0; nb < NB; ++nb) {
-        const float start0 = 8.0f * minus_sum[nb][0], start1 = 8.0f * minus_sum[nb][1];
-        float low[4], high[4];
-        mma_f16_from(low, w.x & LOW, w.y & LOW, x8 & LOW, y8 & LOW, b[nb][0], b[nb][1], start0, start1, start0, start1);
-        mma_f16_from(high, w.x & HIGH, w.y & HIGH, x8 & HIGH, y8 & HIGH, b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
-        mma_f16(low, w.z & LOW, w.w & LOW, z8 & LOW, w8 & LOW, b[nb][4], b[nb][5]);
-        mma_f16(high, w.z & HIGH, w.w & HIGH, z8 & HIGH, w8 & HIGH, b[nb][6], b[nb][7]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, fmaf(high[i], 0.0625f, low[i]), acc[nb][i]);
-      }
-    } else {
-      const uint4 w0 = a[0], w1 = a[1];
-#pragma unroll
-      for (int nb = 0; nb < NB; ++nb) {
-        const float start0 = 128.0f * minus_sum[nb][0], start1 = 128.0f * minus_sum[nb][1];
-        float even[4], odd[4];
-        mma_f16_from(even, __byte_perm(w0.x, 0, 0x4140), __byte_perm(w0.y, 0, 0x4140), __byte_perm(w0.x, 0, 0x4342),
+    for (int nb = 0; nb < NB; ++nb) {
+      float c[4];
+      if constexpr (KIND == KIND_Q4) {
+        const uint4 w = a[0];
+        constexpr uint32_t LOW = 0x000f000fu, HIGH = 0x00f000f0u;
+        const uint32_t x8 = w.x >> 8, y8 = w.y >> 8, z8 = w.z >> 8, w8 = w.w >> 8;
+        mma_f16_from(c, w.x & LOW, w.y & LOW, x8 & LOW, y8 & LOW, b[nb][0], b[nb][1], start[nb].x, start[nb].y, start[nb].z, start[nb].w);
+        mma_f16(c, w.x & HIGH, w.y & HIGH, x8 & HIGH, y8 & HIGH, b[nb][2], b[nb][3]);
+        mma_f16(c, w.z & LOW, w.w & LOW, z8 & LOW, w8 & LOW, b[nb][4], b[nb][5]);
+        mma_f16(c, w.z & HIGH, w.w & HIGH, z8 & HIGH, w8 & HIGH, b[nb][6], b[nb][7]);
+      } else {
+        const uint4 w0 = a[0], w1 = a[1];
+        const float start0 = 16.0f * start[nb].x, start1 = 16.0f * start[nb].y;
+        mma_f16_from(c, __byte_perm(w0.x, 0, 0x4140), __byte_perm(w0.y, 0, 0x4140), __byte_perm(w0.x, 0, 0x4342),
                      __byte_perm(w0.y, 0, 0x4342), b[nb][0], b[nb][1], start0, start1, start0, start1);
-        mma_f16_from(odd, __byte_perm(w0.z, 0, 0x4140), __byte_perm(w0.w, 0, 0x4140), __byte_perm(w0.z, 0, 0x4342),
-                     __byte_perm(w0.w, 0, 0x4342), b[nb][2], b[nb][3], 0.0f, 0.0f, 0.0f, 0.0f);
-        mma_f16(even, __byte_perm(w1.x, 0, 0x4140), __byte_perm(w1.y, 0, 0x4140), __byte_perm(w1.x, 0, 0x4342),
+        mma_f16(c, __byte_perm(w0.z, 0, 0x4140), __byte_perm(w0.w, 0, 0x4140), __byte_perm(w0.z, 0, 0x4342),
+                __byte_perm(w0.w, 0, 0x4342), half2_mul(b[nb][2], SIXTEEN), half2_mul(b[nb][3], SIXTEEN));
+        mma_f16(c, __byte_perm(w1.x, 0, 0x4140), __byte_perm(w1.y, 0, 0x4140), __byte_perm(w1.x, 0, 0x4342),
                 __byte_perm(w1.y, 0, 0x4342), b[nb][4], b[nb][5]);
-        mma_f16(odd, __byte_perm(w1.z, 0, 0x4140), __byte_perm(w1.w, 0, 0x4140), __byte_perm(w1.z, 0, 0x4342),
-                __byte_perm(w1.w, 0, 0x4342), b[nb][6], b[nb][7]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, __fadd_rn(even[i], odd[i]), acc[nb][i]);
+        mma_f16(c, __byte_perm(w1.z, 0, 0x4140), __byte_perm(w1.w, 0, 0x4140), __byte_perm(w1.z, 0, 0x4342),
+                __byte_perm(w1.w, 0, 0x4342), half2_mul(b[nb][6], SIXTEEN), half2_mul(b[nb][7], SIXTEEN));
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, c[i], acc[nb][i]);
     }
   }
 }

@@ -14,7 +14,7 @@ struct Rows {
   const float* gate;         // GATED: z of row 0
   const int* row_map;        // row of x for each row, or null
   uint16_t* halves;          // HALVES: FragmentOrder, staged_units units
-  float* minus_sums;         // HALVES: [staged_units][row groups][8]
+  float* starts;             // HALVES: [staged_units][row groups][16], `start` of quant.cuh
   float* inverse;            // HALVES: [rows]
   int cols, units, wrap, row_groups, x_stride, gate_stride;   // row_groups: 1, or 2 for more than 8 rows
   float eps;
@@ -25,19 +25,20 @@ __device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.w
 // Where a row's halves go: one row after the other, or as the lanes read them: [unit][row group][half of 16 columns][lane][8].
 struct RowMajor {
   uint16_t* row;
-  float* sums;       // of the row, 8 floats from unit to unit
+  float* starts;     // [unit][4]: of row 0, 1, 0, 1
+  int index;
   __device__ __forceinline__ uint16_t* four(int at) const { return row + at * 4; }
-  __device__ __forceinline__ float* sum(int unit) const { return sums + unit * 8; }
+  __device__ __forceinline__ float* start(int unit) const { return starts + unit * 4 + index; }
 };
 struct FragmentOrder {
   uint16_t* halves;
-  float* sums;
+  float* starts;
   int row, row_groups;
   __device__ __forceinline__ uint16_t* four(int at) const {
     const int unit = at / 16, inner = at % 16, lane = (row & 7) * 4 + inner / 4;
     return halves + (((unit * row_groups + (row >> 3)) * 2 + (inner & 2) / 2) * 32 + lane) * 8 + (inner & 1) * 4;
   }
-  __device__ __forceinline__ float* sum(int unit) const { return sums + (unit * row_groups + (row >> 3)) * 8 + (row & 7); }
+  __device__ __forceinline__ float* start(int unit) const { return starts + (unit * row_groups + (row >> 3)) * 16 + (row & 6) * 2 + (row & 1); }
 };
 
 // Four columns of a row before the scale; squares: of what the norm is over.
@@ -90,16 +91,18 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, float* stats, 
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
   if (thread == 0) *inverse = unscale;
   const int last = staged_units(p) * (UNIT_COLS / 4);
+  const float mine = thread & 1 ? __fmul_rn(factor, 0.0625f) : factor, weight = thread & 1 ? -128.0f * CODE_SCALE : -8.0f * CODE_SCALE;
   auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
-    const uint32_t low = half2_from_floats(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor));
-    const uint32_t high = half2_from_floats(__fmul_rn(v.z, factor), __fmul_rn(v.w, factor));
+    const uint32_t low = half2_from_floats(__fmul_rn(v.x, mine), __fmul_rn(v.y, mine));
+    const uint32_t high = half2_from_floats(__fmul_rn(v.z, mine), __fmul_rn(v.w, mine));
     float total = __fadd_rn(__fadd_rn(half_to_float((uint16_t)low), half_to_float((uint16_t)(low >> 16))),
                             __fadd_rn(half_to_float((uint16_t)high), half_to_float((uint16_t)(high >> 16))));
+    total = __fmul_rn(total, weight);
 #pragma unroll
     for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
     if (at >= last) return;
     *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
-    if (part == 0) *target.sum(at / 16) = -CODE_SCALE * total;
+    if (part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
   };
 #pragma unroll
   for (int i = 0; i < KEEP; ++i)
