@@ -162,28 +162,31 @@ def widths(table: Table) -> None:
 
 
 def chains(table: Table, name: str, params: SamplingParams) -> None:
-    """A chain of drafts by its depth: in one recording, as it runs ahead, and step by step."""
+    """A chain of drafts by its depth, narrow where there are such and whole: waited for step by step, and as it runs ahead."""
     loaded, model, backend = table.loaded, table.loaded.model, table.loaded.model.backend
     draws = sampling_rows([LogitRow(params, 302)], loaded.vocab_size)
 
-    def waited(depth: int) -> None:
+    def waited(depth: int, is_narrow: bool) -> None:
         batch = make_batch("draft", [[5]], [301], [0], [list(range(16))], [0])
-        model.draft_chain(batch, loaded.state, True, depth, draws, np.array([depth], np.int32))
+        model.draft_chain(batch, loaded.state, True, depth, draws, np.array([depth], np.int32), is_narrow)
 
-    def ahead(depth: int) -> float:
+    def ahead(depth: int, is_narrow: bool) -> float:
         """Of the chain alone, behind a pass that has ended."""
         backend.sample(model.forward(make_batch("decode", [[5]], [300], [0], [list(range(16))]), loaded.state), draws)
         backend.result()
         started = time.perf_counter()
-        model.draft_ahead(loaded.state, depth, draws)
+        model.draft_ahead(loaded.state, depth, draws, is_narrow)
         backend.device.synchronize()
         return time.perf_counter() - started
 
-    steps = " ".join(f"{depth}:{timed(lambda depth=depth: waited(depth)):.2f}" for depth in range(1, 16))
-    line(f"ms a chain by depth, {name}", steps)
-    if backend.is_ahead:
-        whole = " ".join(f"{depth}:{1e3 * float(np.median([ahead(depth) for _ in range(12)][4:])):.2f}" for depth in range(1, 16))
-        line(f"ms in one recording, {name}", whole)
+    for is_narrow in (True, False) if model.rare_ids[1] else (False,):
+        kind = f"{name}, {'narrow' if is_narrow else 'whole'}"
+        line(f"ms a chain by depth, {kind}", " ".join(f"{depth}:{timed(lambda depth=depth: waited(depth, is_narrow)):.2f}" for depth in (1, 4, 7)))
+        if backend.is_ahead:
+            depths = (1, 2, 3, 4, 5, 7, 9, 11, 15)
+            taken = {depth: 1e3 * float(np.median([ahead(depth, is_narrow) for _ in range(12)][4:])) for depth in depths}
+            line(f"ms ahead, {kind}", " ".join(f"{depth}:{ms:.2f}" for depth, ms in taken.items())
+                 + f"; a step more {(taken[15] - taken[3]) / 12:.3f}")
 
 
 def speeds(table: Table, depths: tuple[int, ...] = (3, 4, 5, 6, 7, 8, 9, 11, 15)) -> None:
@@ -211,6 +214,9 @@ def speeds(table: Table, depths: tuple[int, ...] = (3, 4, 5, 6, 7, 8, 9, 11, 15)
     attempt("measured depth, greedy", lambda: tell(table.drafter, 1024))
     attempt("measured depth, sampled", lambda: tell(table.drafter, 1024, SAMPLED))
     line("what it measured", str(table.drafter.to_dict()))
+    table.loaded.model.mtp.rare, rare = (0, 0), table.loaded.model.rare_ids
+    attempt("depth 7, drafts among all ids", lambda: tell(table.fixed(7), 512))
+    table.loaded.model.mtp.rare = rare
     copied = successors(5000, 1200, vocab) + successors(5000, 16, vocab)
     attempt("copy, suffix drafter", lambda: tell(table.fixed(15, True, False), 1024, GREEDY, copied))
     attempt("copy, measured depth", lambda: tell(table.drafter, 1024, GREEDY, copied))
