@@ -186,12 +186,8 @@ class CudaDevice:
         return int(array.base.get_device_pointer())
 
     def download(self, address: int, nbytes: int) -> np.ndarray:
-        out, memory = np.empty(nbytes, np.uint8), self._staging.memory
-        for start in range(0, nbytes, memory.size):
-            count = min(memory.size, nbytes - start)
-            self._check(self._driver.cuMemcpyDtoHAsync(memory.ctypes.data, address + start, count, self._handle))
-            self.synchronize()
-            out[start:start + count] = memory[:count]
+        out = np.empty(nbytes, np.uint8)
+        self._staging.download(self, address, out)
         return out
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

@@ -1,5 +1,5 @@
-"""Page-locked memory on the way to the device: slates for the small arrays of each pass, and a staging area for large arrays, one
-half of which is filled, by several threads, while the other is sent.
+"""Page-locked memory on the way to the device and back: slates for the small arrays of each pass, and a staging area for large
+arrays, one half of which is filled or emptied, by several threads, while the other is on its way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Sends(Protocol):
     """What is asked of `launch.Device`."""
 
     def upload_pinned(self, address: int, data: np.ndarray) -> None: ...
+    def download_pinned(self, data: np.ndarray, address: int) -> None: ...
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
 
@@ -61,7 +62,7 @@ class Slates:
 
 
 class Staging:
-    """memory: page-locked, uint8, nobody else's while an upload runs. Owned by the engine thread."""
+    """memory: page-locked, uint8, nobody else's while a copy runs. Owned by the engine thread."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
@@ -76,14 +77,32 @@ class Staging:
             if marks[turn] is not None:
                 device.wait(marks[turn])
             place = self.memory[turn * half:turn * half + len(piece)]
-            self._fill(place, piece)
+            self._copy(place, piece)
             device.upload_pinned(address + start, place)
             marks[turn] = device.mark()
         for mark in marks:
             if mark is not None:
                 device.wait(mark)
 
-    def _fill(self, place: np.ndarray, piece: np.ndarray) -> None:
+    def download(self, device: Sends, address: int, out: np.ndarray) -> None:
+        """out: uint8 [n], contiguous. Returns when it is there."""
+        half = len(self.memory) // 2
+        under_way: tuple[Any, np.ndarray, np.ndarray] | None = None
+        for index, start in enumerate(range(0, len(out), half)):
+            piece = out[start:start + half]
+            place = self.memory[index % 2 * half:index % 2 * half + len(piece)]
+            device.download_pinned(place, address + start)
+            before, under_way = under_way, (device.mark(), piece, place)
+            self._arrive(device, before)
+        self._arrive(device, under_way)
+
+    def _arrive(self, device: Sends, copy: tuple[Any, np.ndarray, np.ndarray] | None) -> None:
+        if copy is not None:
+            mark, piece, place = copy
+            device.wait(mark)
+            self._copy(piece, place)
+
+    def _copy(self, place: np.ndarray, piece: np.ndarray) -> None:
         count = min(THREADS, len(piece) // SHARE)
         if count < 2:
             place[:] = piece

@@ -1,4 +1,4 @@
-"""Uploads through two halves of page-locked memory, on a device that copies when it is waited for and not before."""
+"""Copies through two halves of page-locked memory, on a device that copies when it is waited for and not before."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class Late:
     def upload_pinned(self, address, data):
         self.queue.append((address, data))
 
+    def download_pinned(self, data, address):
+        self.queue.append((data, address))
+
     def mark(self):
         self.num_marks += 1
         self.queue.append(self.num_marks)
@@ -27,7 +30,11 @@ class Late:
         self.waited.add(event)
         while event in self.queue:
             item = self.queue.pop(0)
-            if not isinstance(item, int):
+            if isinstance(item, int):
+                continue
+            if isinstance(item[0], np.ndarray):
+                item[0][:] = self.memory[item[1]:item[1] + len(item[0])]
+            else:
                 self.memory[item[0]:item[0] + len(item[1])] = item[1]
 
 
@@ -39,4 +46,16 @@ def test_every_byte_arrives(size, place):
     staging.upload(device, 32, data)
     np.testing.assert_array_equal(device.memory[32:32 + size], data)
     assert not device.memory[:32].any() and not device.memory[32 + size:].any() and len(device.waited) == device.num_marks
+    staging.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 4096, 4097, 40_001, 9 << 20])
+@pytest.mark.parametrize("place", [8192, 6 << 20])
+def test_every_byte_comes_back(size, place):
+    device, staging = Late(size + 64), Staging(np.zeros(place, np.uint8))
+    device.memory[:] = np.random.default_rng(size).integers(0, 256, size + 64, dtype=np.uint8)
+    out = np.zeros(size + 8, np.uint8)
+    staging.download(device, 32, out[:size])
+    np.testing.assert_array_equal(out[:size], device.memory[32:32 + size])
+    assert not out[size:].any() and len(device.waited) == device.num_marks
     staging.close()
