@@ -38,6 +38,8 @@ LOOP_TOKENS = 512
 LOOP_TOKENS_IN_CALL = 4096
 MAX_UNREAD = 512
 """Characters that wait for the parser while nothing can come of them."""
+MAX_REDONE = 2048
+"""Tokens of an answer that may be computed again when the model ends inside its reasoning."""
 CHECK_EVERY = 16
 """A loop is a period of at most MAX_PERIOD tokens, repeated MIN_REPEATS times and over LOOP_TOKENS tokens (a call may
 well write a file of equal lines). Looked for after every CHECK_EVERY-th token."""
@@ -140,11 +142,12 @@ class Guide:
 
     @property
     def may_divert(self) -> bool:
-        """Whether the next token may be dropped or followed by forced ones, and the answer go on: the closer, after
-        end-of-text or with the budget used up."""
-        reasons = self._parser.channel == "reasoning"
-        is_last = self._budget is not None and self.num_reasoning + reasons >= self._budget
-        return is_last or (reasons and not self.is_continued and bool(self._eos_ids))
+        """Whether the next token will be followed by the closer, with the budget used up. End-of-text while reasoning is
+        replaced by it too, but is rare; it counts where much would have to be computed again."""
+        if self._parser.channel != "reasoning":
+            return False
+        is_last = self._budget is not None and self.num_reasoning + 1 >= self._budget
+        return is_last or (self._num_seen > MAX_REDONE and not self.is_continued and bool(self._eos_ids))
 
     def mask(self, prefix: Sequence[int]) -> np.ndarray | None:
         """Allowed ids after everything shown plus `prefix`; None = all. Nothing is constrained while reasoning."""

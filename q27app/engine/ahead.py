@@ -2,14 +2,16 @@
 the device puts in place. Between two such passes the device does not wait for the host.
 
 A pass may be started so where nothing that is drawn decides what it is: nobody waits, nobody will have drafts, and every part is a
-plain row whose guide, if there is one, takes what is drawn as it is or ends the answer. A sequence that turns out to have ended has a row in vain: its slot and blocks may have another owner by then, but whatever
-that one does comes later on the device. Only states that prefill computed are kept, so the row leaves nothing behind.
+plain row whose guide, if there is one, takes what is drawn as it is or ends the answer, as far as can be told. A sequence that turns out to have ended has a row in vain: its slot and blocks may have another owner by then, but whatever
+that one does comes later on the device. Only states that prefill computed are kept, so the row leaves nothing behind. Where a guide
+diverts an answer all the same, which is rare, the answer's state is computed again (`Scheduler.rewind`).
 """
 
 from __future__ import annotations
 
 from q27app.engine.request import Guide
-from q27app.engine.scheduler import Part, Scheduler, Work
+from q27app.engine.scheduler import Scheduler
+from q27app.engine.work import Part, Work
 from q27app.kernels.batch import in_flight
 
 
@@ -17,7 +19,7 @@ def work_after(scheduler: Scheduler, work: Work) -> Work | None:
     """The pass behind `work`, which was started; None where it has to wait for it."""
     if work.phase != "decode" or scheduler.waiting or scheduler.prefilling:
         return None
-    alive = [(row, part) for row, part in enumerate(work.parts) if not part.sequence.is_finished]
+    alive = [(row, part) for row, part in enumerate(work.parts) if not part.is_void]
     if len(alive) != len(scheduler.running) or not all(_is_plain(part) for _, part in alive):
         return None
     if scheduler.drafter is not None and not scheduler.drafter.rests([part.sequence for _, part in alive]):
@@ -30,9 +32,9 @@ def _is_plain(part: Part) -> bool:
     """Its one row is the newest token, and what it draws changes nothing about how the next one is drawn."""
     request = part.sequence.request
     return (part.draws and len(part.tokens) == 1 and not part.num_drafts and part.sequence.counts is None
-            and request.params.logprobs is None and _lets_go(request.guide))
+            and request.params.logprobs is None and not request.prompt_logits and _lets_go(request.guide))
 
 
 def _lets_go(guide: Guide | None) -> bool:
-    """Whatever is drawn stays, and what follows it is drawn freely, unless the answer ends."""
+    """What is drawn will stay, and what follows it is drawn freely, unless the answer ends."""
     return guide is None or (getattr(guide, "is_open", False) and not getattr(guide, "may_divert", True))

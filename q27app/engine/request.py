@@ -46,7 +46,8 @@ class Guide(Protocol):
         ...
 
     # is_open: bool, optional: `mask` gives None for any prefix until `advance` is called again.
-    # may_divert: bool, optional: `advance`, shown one token more, may drop it or force others and go on; without it, it may.
+    # may_divert: bool, optional: `advance`, shown one token more, may well drop it or force others and go on; without it, it may.
+    # Where it was False and that happens, the answer's state is computed again.
 
     def mask(self, prefix: Seq[int]) -> np.ndarray | None:
         """Allowed ids after everything advanced so far plus `prefix` (drafts of this step).

@@ -16,8 +16,8 @@ import numpy as np
 from q27app.engine.block_pool import blocks_of
 from q27app.engine.request import TokenLogprobs
 from q27app.engine.sampling import LogitRow, sampling_rows
-from q27app.engine.scheduler import Drawn, Part, Work
 from q27app.engine.sequence import Sequence
+from q27app.engine.work import Drawn, Part, Work
 from q27app.kernels.backend import Backend, Buffer, State
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Keep, Sampled
 

@@ -16,7 +16,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,66 +28,14 @@ from q27app.engine.prefix_cache import Match, PrefixCache
 from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.slot_pool import SlotPool
+from q27app.engine.work import Drawn, Part, Work
 from q27app.errors import OutOfMemory, Q27Error
-from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS, Phase
-
+from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
 
 READ_WAIT_S = 0.02
 """How long a step waits for the disk when there is nothing else to do."""
-
-
 MAX_STRETCH, MAX_BURST = 2.5, 8192
 """A gap of running streams may be so many times as long, while no more prompt tokens than that are to be read."""
-
-
-@dataclass(eq=False)
-class Part:
-    """One sequence's rows of a pass: `tokens` at positions start, start + 1, ...; the last num_drafts are drafts.
-
-    draws: tokens are drawn after the last known row and after each draft. masks: one a drawn row, or None. keeps: prefill,
-    (position, slot) of states on the way that are to be kept."""
-
-    sequence: Sequence
-    start: int
-    tokens: list[int]
-    num_drafts: int = 0
-    draws: bool = True
-    masks: list[np.ndarray | None] | None = None
-    keeps: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A pass: what the runner makes a Batch of."""
-
-    phase: Phase
-    parts: list[Part]
-
-    @property
-    def is_deferred(self) -> bool:
-        return self.phase == "verify"
-
-    @property
-    def commits_what_is_accepted(self) -> bool:
-        """The accepted rows become state whatever is cut: nobody goes on from a cut but a guide, and nothing but drafts
-        follows the first row of each part."""
-        return self.is_deferred and all(part.draws and len(part.tokens) == 1 + part.num_drafts
-                                        and part.sequence.request.guide is None for part in self.parts)
-
-    def rows_to_commit(self, cuts: Seq[Cut | None]) -> list[int]:
-        """Rows of each part that become state: all known ones, or what the cut of a run with drafts leaves."""
-        return [cut.num_rows if part.num_drafts and cut is not None else len(part.tokens)
-                for part, cut in zip(self.parts, cuts, strict=True)]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a pass gave a part: the accepted run (empty if nothing was drawn), log probabilities for it if the request
-    wants them, and the logits [rows, vocab] if it asked for the prompt's."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    logits: np.ndarray | None = None
 
 
 class Scheduler:
@@ -237,7 +184,7 @@ class Scheduler:
         if inner and self.prefix_cache is not None:
             keeps = self.prefix_cache.lend(sequence, inner)
             stop = stop if len(keeps) == len(inner) else inner[len(keeps)]
-        draws = stop == sequence.num_prompt and sequence.limit > 0
+        draws = stop == sequence.num_prompt and sequence.limit > 0 and not sequence.num_generated
         part = Part(sequence, start, sequence.tokens[start:stop], draws=draws, keeps=keeps)
         if draws:
             part.masks = self._masks(sequence, [])
@@ -297,7 +244,7 @@ class Scheduler:
     def apply(self, work: Work, drawn: Seq[Drawn], cuts: Seq[Cut | None]) -> None:
         """Move every sequence of a pass on. cuts: what becomes text of each part's run; None where nothing was drawn."""
         for part, result, cut, rows in zip(work.parts, drawn, cuts, work.rows_to_commit(cuts), strict=True):
-            if part.sequence.is_finished:   # its row was started before that was known
+            if part.is_void:
                 continue
             if work.phase == "prefill":
                 self._apply_prefill(part, result)
@@ -319,9 +266,10 @@ class Scheduler:
         if self.prefix_cache is not None and sequence.request.cache:
             self.prefix_cache.computed(sequence)
         logits, sequence.prompt_logits = (sequence.prompt_logits, None) if is_done else (None, sequence.prompt_logits)
-        self._emit(sequence, TokenEvent(sequence.request.id, prefilled=sequence.num_computed, prompt_logits=logits))
+        if not sequence.num_generated:
+            self._emit(sequence, TokenEvent(sequence.request.id, prefilled=sequence.num_computed, prompt_logits=logits))
         if is_done:
-            sequence.status, sequence.prefilled_at = Status.RUNNING, time.monotonic()
+            sequence.status, sequence.prefilled_at = Status.RUNNING, sequence.prefilled_at or time.monotonic()
             self.prefilling.remove(sequence)
             self.running.append(sequence)
 
@@ -349,6 +297,18 @@ class Scheduler:
             self._emit(sequence, TokenEvent(sequence.request.id, tokens, forced, logprobs))
         if cut.finish is not None:
             self.finish(sequence, cut.finish, cut.error)
+
+    def rewind(self, sequence: Sequence) -> Match | None:
+        """The slot of a running sequence holds more than its text: the prompt is read again, from the best kept state on, then what
+        was generated is computed again in rows that have the bits they had. The caller prepares the slot."""
+        match = self._match(sequence)
+        for group in (self.running, self._round):
+            if sequence in group:
+                group.remove(sequence)
+        sequence.status, sequence.num_computed, sequence.stops = Status.PREFILLING, 0 if match is None else match.num_tokens, ()
+        sequence.drafts = []
+        self.prefilling.append(sequence)
+        return match
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: Q27Error | None = None) -> None:
         """End a sequence in any state but FINISHED: its one final event, its slot and blocks given back."""

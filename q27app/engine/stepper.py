@@ -19,11 +19,12 @@ from q27app.engine.loading import Loaded
 from q27app.engine.prefix_cache import Match
 from q27app.engine.request import FinishReason, TokenEvent
 from q27app.engine.runner import Pass, Runner
-from q27app.engine.scheduler import Scheduler, Work
+from q27app.engine.scheduler import Scheduler
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.settle import Settler
 from q27app.engine.status import Meter
 from q27app.engine.warm_up import WarmUp
+from q27app.engine.work import Work
 from q27app.errors import EngineDied, GpuError, Overloaded, Q27Error
 
 log = logging.getLogger("q27app.engine")
@@ -99,7 +100,7 @@ class Stepper:
             self._use_spare_time()
         for sequence, match in self._scheduler.admit():
             self._open(sequence, match)
-        if self._behind is not None and all(part.sequence.is_finished for part in self._behind.work.parts):
+        if self._behind is not None and all(part.is_void for part in self._behind.work.parts):
             self._behind = None
         work = self._scheduler.next_work() if self._behind is None else self._behind.work
         if work is not None:
@@ -149,12 +150,12 @@ class Stepper:
             drawn = self._runner.finish(running)
             vocab_size = self._scheduler.vocab_size
             cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size)
-                                      if result.tokens and not part.sequence.is_finished else None
+                                      if result.tokens and not part.is_void else None
                                       for part, result in zip(work.parts, drawn, strict=True)]
             if work.is_deferred and not work.commits_what_is_accepted:
                 self._runner.commit(work.rows_to_commit(cuts))
             self._scheduler.apply(work, drawn, cuts)
-            self._check_behind()
+            self._rewind_diverted()
         except (GpuError, EngineDied):
             raise
         except Q27Error as error:
@@ -169,12 +170,11 @@ class Stepper:
         if following is not None:
             self._behind = self._runner.start_behind(following)
 
-    def _check_behind(self) -> None:
-        """The pass that was started behind has computed what was drawn as part of the text."""
+    def _rewind_diverted(self) -> None:
+        """The pass that was started behind computes what was drawn, also where a guide has put something else in its place."""
         for part in self._behind.work.parts if self._behind is not None else ():
             if part.sequence.is_diverted and not part.sequence.is_finished:
-                problem = Q27Error("the request's guide drops or forces tokens where it had said that it would not.")
-                self._scheduler.finish(part.sequence, FinishReason.ERROR, problem)
+                self._open(part.sequence, self._scheduler.rewind(part.sequence))
 
     def _deliver(self) -> None:
         """Hand out the events, in order. A receiver that raises loses its request: `_end_lost` cancels it."""

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from q27app.chat.guide import Guide, make_guide, reasoning_limit
+from q27app.chat.guide import MAX_REDONE, Guide, make_guide, reasoning_limit
 from q27app.chat.stream import DeltaParser
 from q27app.chat.tokenizer import Detokenizer
 from tests.chat.messages import make_tool
@@ -215,20 +215,30 @@ def test_the_channel_is_known_at_every_token_though_the_parser_is_shown_texts_la
 
 
 @pytest.mark.parametrize("channel", ["text", "reasoning"])
-@pytest.mark.parametrize("budget", [None, 0, 3, 40])
-@pytest.mark.parametrize("eos_ids", [None, ()])
-def test_a_guide_that_says_so_keeps_the_next_token_and_forces_nothing_or_ends(tokenizer, channel, budget, eos_ids):
-    """Whatever the token is: end-of-text, tags, blanks, letters."""
-    tags = [encode(tokenizer, text) for text in ("</think>", "<think>", "<|im_end|>", "a", "\n\n", "> <")]
+@pytest.mark.parametrize("budget", [None, 3, 40])
+def test_a_guide_tells_when_the_budget_will_close_the_reasoning(tokenizer, channel, budget):
+    tags = [encode(tokenizer, text) for text in ("</think>", "a", "\n\n", "> <", "the ")]
     certain = 0
     for seed in range(60):
         rng = random.Random(seed)
-        guide = make_guide(tokenizer, ("stop",), channel, budget, eos_ids=eos_ids)
-        for token in (token for _ in range(40) for token in rng.choice(tags)):
+        guide = make_guide(tokenizer, ("stop",), channel, budget)
+        for token in (token for _ in range(60) for token in rng.choice(tags)):
             may_divert = guide.may_divert
             decision = guide.advance([token])
             assert may_divert or decision.finish or (decision.keep == 1 and not decision.force)
             certain += not may_divert
             if decision.finish:
                 break
-    assert certain or budget == 0
+    assert certain
+
+
+def test_an_end_while_reasoning_is_feared_only_where_it_would_cost_much(tokenizer):
+    guide = make_guide(tokenizer, channel="reasoning", finds_loops=False)
+    letters = encode(tokenizer, "abcdefgh")
+    for _ in range(MAX_REDONE // len(letters)):
+        guide.advance(letters)
+        assert not guide.may_divert
+    guide.advance(letters)
+    assert guide.may_divert
+    guide.advance(encode(tokenizer, "<|im_end|>"))
+    assert guide.is_continued and not guide.may_divert

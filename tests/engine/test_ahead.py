@@ -8,6 +8,7 @@ from q27app.engine.depth import EXPLORE, PassPrices
 from q27app.engine.drafts import Drafts
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.engine.sequence import Sequence
+from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.kernels.batch import Batch
 from tests.engine.conversations import settle_all
 from tests.engine.toy import VOCAB, Desk, ScriptedDrafter, TableGuide, expected_text, mix
@@ -96,14 +97,46 @@ def test_what_a_guide_may_force_is_waited_for(index, keeps):
     assert texts[0] == texts[1]
 
 
-def test_a_guide_that_forces_where_it_said_it_would_not_ends_its_own_request_alone():
-    class Liar(TableGuide):
-        may_divert = False
+class Liar(TableGuide):
+    """Diverts where it had said that it would not."""
 
-    desk = Desk(slots=2)
-    liar, other = desk.ask(prompt_of(5), 20, guide=Liar({6: (True, (3,), None)})), desk.ask(prompt_of(6, 3), 25)
+    may_divert = False
+
+
+@pytest.mark.parametrize("length", [5, 64, 150])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("cached", [True, False])
+def test_an_answer_that_is_diverted_behind_a_pass_is_computed_again(length, keeps, cached):
+    """Also twice in a row, and while another one is read; nobody else notices."""
+    at = {6: (keeps, (3,), None), 7: (False, (4, 5), None), 30: (keeps, tuple(range(20)), None)}
+    texts = []
+    for is_ahead in (False, True):
+        desk = Desk(slots=3, chunk=64)
+        if cached:
+            desk.loaded.prefix_cache = SnapshotCache(desk.loaded.state, desk.loaded.blocks)
+            desk = Desk(desk.loaded)
+        desk.model.backend.is_ahead = is_ahead
+        found = flights(desk)
+        liar, other = desk.ask(prompt_of(length), 60, guide=Liar(at)), desk.ask(prompt_of(6, 3), 50)
+        for _ in range(9):
+            desk.stepper.step()
+        late = desk.ask(prompt_of(200, 5), 20)
+        desk.run()
+        texts.append((liar.tokens, other.tokens, late.tokens))
+        assert liar.finish is FinishReason.LENGTH and any(found) is is_ahead
+        assert [event.prefilled for event in liar.events if event.prefilled is not None][-1] == length
+    assert texts[0] == texts[1] and len(texts[1][0]) == 60
+
+
+@pytest.mark.parametrize("steps", range(7, 16))
+def test_a_cancel_while_it_is_computed_again_gives_everything_back(steps):
+    desk = Desk(slots=2, chunk=64)
+    liar, other = desk.ask(prompt_of(150), 60, name="liar", guide=Liar({6: (True, (3,), None)})), desk.ask(prompt_of(6, 3), 50)
+    for _ in range(steps):
+        desk.stepper.step()
+    desk.cancel("liar")
     desk.run()
-    assert liar.finish is FinishReason.ERROR and other.tokens == expected_text(prompt_of(6, 3), 25)
+    assert liar.finish is FinishReason.CANCELLED and other.tokens == expected_text(prompt_of(6, 3), 50)
 
 
 def test_a_drafter_that_rests_lets_passes_go_ahead():

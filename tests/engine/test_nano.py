@@ -175,3 +175,35 @@ def test_passes_started_ahead_change_no_token(dense):
         answer = lonely.submit(request)
         lonely.run()
         assert answers[name].tokens == answer.tokens
+
+
+class Surprise(TableGuide):
+    """Forces ids where it had said that it would not, and is waited for from token 30 on."""
+
+    @property
+    def may_divert(self):
+        return self.seen >= 30
+
+
+@pytest.mark.parametrize("length", [70, 130])
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.9, seed=5)])
+def test_what_is_computed_again_after_a_surprise_has_its_bits(dense, length, params):
+    """The slot of the finished answer, its text, and the texts beside it."""
+    found = []
+    for is_ahead in (False, True):
+        desk = desk_of(dense, slots=2)
+        desk.model.backend.is_ahead = is_ahead
+        finish, held = desk.stepper._scheduler.finish, {}
+
+        def look(sequence, *rest):
+            held[sequence.request.id] = desk.loaded.state.export_slot(sequence.slot).tobytes(), sequence.num_computed
+            finish(sequence, *rest)
+
+        desk.stepper._scheduler.finish = look
+        forces = {20: (False, tuple(range(40, 43)), None), 22: (True, (8,), None)}
+        prompt = tuple(mix(1, place) % 2560 for place in range(length))
+        answer = desk.submit(Request("a", prompt, params, Surprise(forces)))
+        other = desk.submit(Request("b", prompt[:50], SamplingParams(max_tokens=45, temperature=0.8, seed=1)))
+        desk.run()
+        found.append((answer.tokens, other.tokens, held["a"]))
+    assert found[0] == found[1]
