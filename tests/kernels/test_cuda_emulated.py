@@ -209,6 +209,23 @@ def test_a_decode_pass_behind_another_takes_what_that_one_drew(device):
     cuda_checks.check_pass_behind(cuda_checks.Lines(model, 2, 4, "fp16", 16), sampling_rows(2, temperature=np.array([0, 0.8], np.float32)))
 
 
+@pytest.mark.parametrize("dtype", [F16, Q4_G64])
+def test_rows_decoded_together_leave_what_rows_decoded_singly_leave(device, dtype):
+    """How an answer is computed again: slot, keys and values, logits after the last row."""
+    tensors = cuda_checks.model_tensors(cuda_checks.NANO, dtype)
+    model = cuda_checks.bound_model(CudaBackend(device), cuda_checks.NANO, tensors, 64)
+    tokens, found = [int(token) for token in np.random.default_rng(2).integers(0, 100, 40)], []
+    for size in (1, 5, 16):
+        lines = cuda_checks.Lines(model, 1, 4, "fp16", 16)
+        lines.feed(0, tokens[:9])
+        for start in range(9, 40, size):
+            logits = lines.feed(0, tokens[start:start + size], "decode")
+        entries = lines.state.export_blocks(list(lines.tables[0])[:1])
+        found.append((lines.state.export_slot(0).tobytes(), entries.tobytes(), logits[-1].tobytes()))
+        lines.state.release()
+    assert found[0] == found[1] == found[2]
+
+
 def run_ahead(lines, texts: list[list[int]], steps: int, is_late: bool) -> tuple[list, list]:
     """A verify pass with one right draft for sequence 0 and none for 1, chains begun ahead, and the pass that takes them,
     sequence 1 first and sequence 0 with fewer. Accepted counts and drawn tokens of both passes. is_late: the first pass is
