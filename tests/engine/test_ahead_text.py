@@ -1,0 +1,49 @@
+"""Passes behind passes with the guides that a daemon makes: the texts of passes that wait, whatever the guides decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from q27app.chat.guide import make_guide
+from q27app.config import Config
+from q27app.daemon.parts import open_text
+from q27app.engine.loading import EngineConfig, open_model
+from q27app.engine.request import Request, SamplingParams
+from q27app.paths import demo_model
+from tests.engine.toy import Desk
+
+WORDS = ("Count to twenty and", "Tell me about the sea and why", "Write a list of names:")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return open_text(Config())[0]
+
+
+def run(tokenizer, is_ahead: bool, eos_ids: tuple[int, ...], draft: str) -> tuple[list, int]:
+    """Tokens, reasons and what was forced of four answers at once, and how many passes were started behind others."""
+    desk = Desk(open_model(EngineConfig(demo_model(), "numpy", context=512, slots=4, draft=draft), lambda share: None))
+    desk.model.backend.is_ahead = is_ahead
+    answers, num_behind = [], 0
+    for index, options in enumerate((
+            dict(channel="reasoning", budget=20), dict(channel="reasoning", budget=None), dict(stop=("the", "ing")),
+            dict(channel="reasoning", budget=None, finds_loops=False))):
+        params = SamplingParams(max_tokens=60, temperature=0.8 if index % 2 else 0.0, seed=index)
+        guide = make_guide(tokenizer, eos_ids=eos_ids, **options)
+        prompt = tuple(tokenizer.encode(WORDS[index % len(WORDS)]))
+        answers.append(desk.submit(Request(f"r{index}", prompt, params, guide, eos_ids=eos_ids)))
+    while desk.stepper.has_work:
+        desk.stepper.step()
+        num_behind += desk.stepper._behind is not None
+    return [(answer.tokens, answer.finish, [event.forced for event in answer.events if any(event.forced)]) for answer in answers], num_behind
+
+
+@pytest.mark.parametrize("draft", ["off", "suffix"])
+def test_answers_have_the_texts_of_passes_that_wait(tokenizer, draft):
+    """Ends of text come often here, while reasoning too: their ids are common letters."""
+    common = tuple(tokenizer.encode("e")) + tuple(tokenizer.encode("."))
+    for eos_ids in (tuple(tokenizer.eos_ids), common):
+        waiting, none = run(tokenizer, False, eos_ids, draft)
+        ahead, some = run(tokenizer, True, eos_ids, draft)
+        assert ahead == waiting and none == 0 and some > 10
+    assert any(forced for _, _, forced in ahead)
