@@ -1,7 +1,8 @@
 """One iteration of the engine on a loaded model: admit -> next pass -> start -> finish -> cut -> commit -> apply -> deliver.
 
 Receivers wake other threads, which then want the interpreter. On a device that computes by itself they do that while it does: what a
-step brought is delivered after the next step's decode pass was started. Owned by the engine thread. What a step raises:
+step brought is delivered after the next step's decode pass was started; only a first token goes out before its successors are drafted.
+Owned by the engine thread. What a step raises:
 
     Q27Error                              ends the requests of that pass: nothing else was touched by it
     GpuError, EngineDied, anything else   is passed on, and ends the engine
@@ -108,7 +109,8 @@ class Stepper:
             self._run(work)
             self._count(work, (time.monotonic() - started) * 1e3, self._runner.num_fresh == fresh)
         self._end_lost()
-        if not (self._runner.is_ahead and self._scheduler.decodes_next):
+        has_first_token = work is not None and work.phase == "prefill" and any(part.draws for part in work.parts)
+        if has_first_token or not (self._runner.is_ahead and self._scheduler.decodes_next):
             self._deliver_all()
         self._check()
 
