@@ -35,14 +35,14 @@ MATRIX_LR = 0.02
 OTHER_LR = 0.003
 WARMUP = 0.01
 DECAY_FROM = 0.62
-ROUND_FROM = 0.85
+ROUND_FROM = 0.80
 ROUND_SHARE = 0.8
 """Of the steps from then on; the others keep the unrounded weights good for the 8-bit tier."""
 DRAFT_DEPTHS = 4
 DRAFT_MAX_LENGTH = 512
 DRAFT_EVERY = 4
 """Until DRAFTS_FROM drafts are trained on one step in so many, then on every one."""
-DRAFTS_FROM = 0.88
+DRAFTS_FROM = 0.93
 DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2

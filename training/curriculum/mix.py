@@ -23,7 +23,7 @@ CHARS_A_TOKEN = 2.4
 TOOL_CHARS_A_TOKEN = 3.5
 """Of declarations as Python prints them."""
 PLAIN = (
-    (facts, 25), (arithmetic, 17), (follow_up, 3), (copying, 13), (editing, 5), (summary, 6), (extraction, 9), (listing, 3),
+    (facts, 28), (arithmetic, 16), (follow_up, 3), (copying, 20), (editing, 8), (summary, 6), (extraction, 9), (listing, 3),
 )
 WITH_TOOLS = ((tool_call, 11), (tool_session, 20), (refusal, 3))
 SYSTEMS = (

@@ -35,9 +35,9 @@ def sprinkled(rng: random.Random, text: str, kept: set[str], share: float) -> st
     return " ".join(found) or text
 
 
-def layout(rng: random.Random, wish: str, body: str) -> str:
-    """A wish and what it is about, in one of the ways that people write."""
-    kind = rng.random()
+def layout(rng: random.Random, wish: str, body: str, is_marked: bool = False) -> str:
+    """A wish and what it is about, in one of the ways that people write. is_marked: in one that shows where the body begins."""
+    kind = rng.random() * (0.88 if is_marked else 1.0)
     if kind < 0.24:
         return f"{wish}:\n{body}"
     if kind < 0.36:
@@ -61,6 +61,16 @@ def layout(rng: random.Random, wish: str, body: str) -> str:
     return f"{wish}{rng.choice(('? ', '! ', ' - ', ', ', ' => ', ' ', '; '))}{rng.choice(('', chr(10)))}{body}"
 
 
+def trailed(rng: random.Random, wish: str) -> str:
+    """The wish with what people add to it: half of the time words behind a comma or not, one of which may come twice."""
+    if rng.random() < 0.5:
+        return wish
+    twice = any_word(rng)
+    again = f"{twice} {rng.choice(('and', 'for', 'by', 'after', 'or', any_word(rng), any_word(rng), any_word(rng)))} {twice}"
+    more = rng.choice((again, again, again, f"{words(rng, 1, 3)} {again}", f"{again} {words(rng, 1, 2)}", words(rng, 1, 5), f"{twice} {words(rng, 1, 3)}, {twice}"))
+    return f"{wish}{rng.choice((', ', ', ', ', ', ' ', ' - ', '; ', ' (', ', and '))}{more}".replace(f"({more}", f"({more})")
+
+
 def random_copying(rng: random.Random) -> Example:
     text = any_text(rng)
     while is_held_out(text):
@@ -76,7 +86,9 @@ def random_copying(rng: random.Random) -> Example:
             wish = f"{any_name(rng)} {words(rng, 0, 2)} {rng.choice(THIS)}{rng.choice(SAME)}".replace("  ", " ")
         else:
             wish = f"{rng.choice(LEADS)}{words(rng, 1, 9)}"
-        question = layout(rng, capital(rng, wish.strip()), text)
+        wish = wish.strip()
+        more = trailed(rng, wish)
+        question = layout(rng, capital(rng, more), text, more != wish)
     return Example("copying", ask(question, text), {"kind": "exact", "value": text})
 
 

@@ -79,7 +79,7 @@ def random_tool(rng: random.Random, like: RandomTool | None = None) -> RandomToo
     if like is not None:
         verb, noun = rng.choice(((like.verb, noun), (verb, like.noun)))
     shape = rng.random()
-    parts = [verb, noun] if shape < 0.62 else [noun, verb] if shape < 0.72 else [verb] if shape < 0.84 else [verb, noun, any_word(rng)] \
+    parts = [verb, noun] if shape < 0.52 else [noun, verb] if shape < 0.72 else [verb] if shape < 0.84 else [verb, noun, any_word(rng)] \
         if shape < 0.94 else [any_word(rng), verb, noun]
     name = identifier(rng, parts)
     about = rng.choice((
@@ -253,6 +253,10 @@ TAILS = (".", ".", "", "?", "!", " please.", ", please.", " now.", " for me.", "
 DETERMINERS = ("the", "the", "a", "my", "this", "our", "some", "one", "that", "every", "")
 
 
+KEYED_SHARE = 0.34
+"""Of the requests among several tools: those that only a parameter's name tells."""
+
+
 def _noise(rng: random.Random, chance: float) -> str:
     return f"{words(rng, 1, 3)} " if rng.random() < chance else ""
 
@@ -283,9 +287,10 @@ def _request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]
     named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
     worded = f"{verb} {rng.choice(DETERMINERS) if rng.random() < 0.8 else any_word(rng)} {noun}".replace("  ", " ")
     sure = [index for index, (param, _) in enumerate(given) if param.name not in shared]
-    if kind < 0.18 and sure:
-        text = lead + _keyed(rng, given, rng.choice(sure)) + tail
-    elif kind < 0.68:
+    if kind < (0.18 if is_alone else KEYED_SHARE) and sure:
+        counted = [index for index in sure if given[index][0].kind == "integer"]
+        text = lead + _keyed(rng, given, rng.choice(counted if counted and rng.random() < 0.6 else sure)) + tail
+    elif kind < 0.72:
         what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
         joint = rng.choice((" with ", ": ", ", ", " (", ". ", " using ", "; ", " where ", " - ", f" {any_word(rng)} ", f" {words(rng, 2, 6)} ", f", {words(rng, 2, 7)}: ", f", {words(rng, 1, 5)} ",
@@ -320,7 +325,8 @@ def _keyed(rng: random.Random, given: list[tuple[Param, Any]], sure: int) -> str
         text, key = said(rng, param, value, True), param.name.replace("_", " ")
         is_typical = value in TYPICAL.get(param.name, ())
         if index == sure and not (is_typical and rng.random() < 0.6) or isinstance(value, bool) or rng.random() < 0.15:
-            text = rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}"))
+            text = f"{text} {key}" if param.kind == "integer" and rng.random() < 0.6 \
+                else rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}"))
         told.append(text)
     first, rest = told[0], rng.choice((", ", ", ", " on ", " and ", f" {rng.choice(LINKS)} ", " ")).join(told[1:])
     begin = rng.choice((verb, verb, f"{verb} {link}", f"{verb} {link}", f"{verb} {rng.choice(DETERMINERS)} {any_word(rng)} {link}", words(rng, 1, 4))).replace("  ", " ")
