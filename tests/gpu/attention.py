@@ -50,11 +50,11 @@ def errors(device, only: str = "") -> None:
 
 
 def deep(device, only: str = "fp8") -> None:
-    """At the end of the native window, 262,144 positions: NumPy takes some seconds."""
+    """At the end of the native window, 262,144 positions: the bits of 16 rows, the last two against NumPy, which takes a second a row."""
     def check():
         bench = AttendBench(device, CONFIG, only, 4096, 1, 1024)
         fill(bench, 262_128)
-        return limited(check_attend(bench, 262_128, (16, 1, 8)), TOLERANCE)
+        return limited(check_attend(bench, 262_128, (16, 1, 8), compared=2), TOLERANCE)
     attempt(f"262,144 positions, {only}", check)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from q27app.errors import OutOfMemory
 from q27app.kernels.card import Card
+from tests.kernels.immediate_device import ImmediateDevice
 
 CARDS = {
     "wide": Card("counted", (9, 0), 132, 227 * 1024),
@@ -15,16 +16,15 @@ CARDS = {
 }
 
 
-class CountingDevice:
+class CountingDevice(ImmediateDevice):
     """See `launch.Device`. total: bytes of the card. Every downloaded word is 1: one accepted row, token 1."""
 
-    is_recording = False
     context_bytes = 400 << 20
 
     def __init__(self, card: Card, total: int = 141 << 30) -> None:
         self.card, self.total = card, total
         self.held: dict[int, int] = {}
-        self.num_allocations = self.num_launches = 0
+        self.num_allocations = 0
         self.fails: Exception | None = None
         self._next = 1 << 20
 
@@ -51,11 +51,6 @@ class CountingDevice:
 
     def upload(self, address: int, data: np.ndarray) -> None: ...
 
-    upload_pinned = upload
-
-    def download_pinned(self, data: np.ndarray, address: int) -> None:
-        data[:] = self.download(address, data.nbytes)
-
     def download(self, address: int, nbytes: int) -> np.ndarray:
         self.synchronize()
         return np.resize(np.array([1], np.int32).view(np.uint8), nbytes)
@@ -64,39 +59,11 @@ class CountingDevice:
 
     def fill(self, address: int, nbytes: int) -> None: ...
 
-    def pinned(self, nbytes: int) -> np.ndarray:
-        return np.zeros(nbytes, np.uint8)
-
-    def mark(self) -> int:
-        return 1
-
-    def wait(self, event: int) -> None: ...
-
-    def download_beside(self, data: np.ndarray, address: int) -> int:
-        data[:] = self.download(address, data.nbytes)
-        return 1
-
-    def is_done(self, event: int) -> bool:
-        return True
-
-    def moment(self) -> int:
-        return 0
-
-    def has_passed(self, moment: int) -> bool:
-        return True
-
-    def prepare(self, jobs, progress=None) -> None: ...
-
     def module(self, job):
         return defaultdict(int)
 
     def launch(self, function, grid, block, shared, args, dependent) -> None:
         self.num_launches += 1
-
-    def record(self, run):
-        from q27app.kernels.graph import Rerun
-
-        return Rerun(run)
 
     def synchronize(self) -> None:
         if self.fails is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from q27app.kernels.card import Card
 from q27app.kernels.compiler import SOURCES, Job, expand
-from q27app.kernels.graph import Rerun
+from tests.kernels.immediate_device import ImmediateDevice
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\((?:[^()]|\([^()]*\))*\))? (\w+)\(')
@@ -31,7 +31,7 @@ def has_compiler() -> bool:
     return shutil.which("g++") is not None and os.uname().machine == "x86_64"
 
 
-class EmulatedDevice:
+class EmulatedDevice(ImmediateDevice):
     """See `launch.Device`. Guards of NaN stand around every allocation and are checked when it is released."""
 
     GUARD = 256
@@ -39,8 +39,6 @@ class EmulatedDevice:
 
     def __init__(self, card: Card = CARD, cache: Path | None = None) -> None:
         self.card = card
-        self.is_recording = False
-        self.num_launches = 0
         self._cache = cache or Path(tempfile.gettempdir()) / f"q27app-emulated-{os.getuid()}"
         self._memory: dict[int, np.ndarray] = {}
         self._modules: dict[Job, dict[str, object]] = {}
@@ -68,14 +66,6 @@ class EmulatedDevice:
         data = np.ascontiguousarray(data)
         ctypes.memmove(address, data.ctypes.data, data.nbytes)
 
-    upload_pinned = upload
-
-    def download_pinned(self, data: np.ndarray, address: int) -> None:
-        ctypes.memmove(data.ctypes.data, address, data.nbytes)
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        return np.zeros(nbytes, np.uint8)
-
     def host_memory(self, nbytes: int) -> int:
         return self.allocate(nbytes)
 
@@ -89,31 +79,6 @@ class EmulatedDevice:
 
     def fill(self, address: int, nbytes: int) -> None:
         ctypes.memset(address, 0, nbytes)
-
-    def mark(self) -> int:
-        return 1
-
-    def wait(self, event: int) -> None: ...
-
-    def download_beside(self, data: np.ndarray, address: int) -> int:
-        data[:] = self.download(address, data.nbytes)
-        return 1
-
-    def is_done(self, event: int) -> bool:
-        return True
-
-    def moment(self) -> int:
-        return 0
-
-    def has_passed(self, moment: int) -> bool:
-        return True
-
-    def synchronize(self) -> None: ...
-
-    def prepare(self, jobs, progress=None) -> None: ...
-
-    def record(self, run):
-        return Rerun(run)
 
     def close(self) -> None:
         self.check_guards()
