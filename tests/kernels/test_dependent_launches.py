@@ -123,7 +123,7 @@ def test_whoever_looks_early_comes_after_a_kernel_that_started_when_all_before_i
     path = tmp_path / "made.q27"
     synthesize(path, "nano", "chain", "q4s")
     device = NotingDevice(CARDS["wide"])
-    run(device, path, monkeypatch, draft="auto")
+    run(device, path, monkeypatch, draft="auto", fixed_draft=True, max_draft=4)   # not by what draft steps cost here
     movers, seen = ("follow", "draft_next", "draft_turn", "take_drafts", "rope_angles"), set()
     has_moved = True
     for name, dependent in device.launches:
