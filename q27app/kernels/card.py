@@ -71,7 +71,7 @@ class Card:
 
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""
-        return {1: 4, 4: 3, 8: 2 if self.is_wide else 1, 16: 1}[item_rows]
+        return {1: 4, 4: 3, 8: 2 if self.is_wide or self.has_warpgroups else 1, 16: 1}[item_rows]
 
 
 WARPGROUP_KINDS: frozenset[tuple[int, int]] = frozenset({(9, 0)})

@@ -20,25 +20,29 @@ QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
 
 
-def decode_shared_bytes(form, head_dim: int, group: int, item_rows: int, wide: bool) -> int:
-    """Dynamic shared memory of attend_decode_N (Plan in attend_decode.cu). form: the KVFormat; group: query heads of a key
-    head; wide: as the kernels are compiled (Card.is_wide)."""
-    share = item_warps(item_rows) // 4
-    columns = 8 * share * -(-item_rows * group // (8 * share))
+def decode_by_warpgroups(card, form, head_dim: int, group: int) -> bool:
+    """Whether attend_decode is built for warpgroups (attend_few_warpgroup.cuh): not for keys that need no expanding, where it is the
+    slower one. One way for all numbers of rows, or their bits would differ. form: the KVFormat; group: query heads of a key head."""
+    return card.has_warpgroups and form.key.storage != np.float16 and head_dim % 64 == 0 and group <= 8
+
+
+def decode_block(card, form, head_dim: int, group: int, item_rows: int) -> tuple[int, int]:
+    """(threads, bytes of dynamic shared memory) of attend_decode_N (Plan). form: the KVFormat."""
     half_keys, turned = form.key.storage == np.float16, form.value.low_bits > 0
-    pipelined = wide and (not half_keys or item_rows == 16)
-    keys = 2 if pipelined or not half_keys else 1
-    values = 2 + turned if pipelined else 2 if turned or not half_keys else 1
-    tiles = BLOCK_POSITIONS * (keys * form.key_row_bytes(1, head_dim) + values * form.value_row_bytes(1, head_dim))
-    copies, buffers = head_dim // 128 if turned else 1, 2 if pipelined else 1
-    pairs = 4 << 2 * form.key.low_bits + 2 if form.key.low_bits else 0
+    copies, pairs = head_dim // 128 if turned else 1, 4 << 2 * form.key.low_bits + 2 if form.key.low_bits else 0
+    key_tile, value_tile = (BLOCK_POSITIONS * row for row in (form.key_row_bytes(1, head_dim), form.value_row_bytes(1, head_dim)))
+    if decode_by_warpgroups(card, form, head_dim, group):
+        groups = -(-item_rows * group // 8)
+        columns = 8 * (groups if groups <= 4 else groups + groups % 2)
+        tiles = 2 * key_tile + (2 + turned) * value_tile
+        return 128, tiles + columns * (head_dim * 2 + 2 * copies * BLOCK_POSITIONS * 2 + (4 + 1 + 4) * 4) + 32 + pairs + 48 + 1024
+    warps = 4 if item_rows <= 4 else item_rows
+    columns = 2 * warps * -(-item_rows * group // (2 * warps))
+    pipelined = card.is_wide and (not half_keys or item_rows == 16)
+    tiles = (2 if pipelined or not half_keys else 1) * key_tile + (2 + turned if pipelined else 2 if turned or not half_keys else 1) * value_tile
+    buffers = 2 if pipelined else 1
     weights = buffers * copies * columns * BLOCK_POSITIONS * 2
-    return tiles + columns * (head_dim + 32) * 2 + weights + 2 * 4 * columns * 4 + (1 + buffers) * columns * 4 + pairs + 48
-
-
-def item_warps(item_rows: int) -> int:
-    """Warps of a block of attend_decode_N (Plan)."""
-    return 4 if item_rows <= 4 else item_rows
+    return 32 * warps, tiles + columns * (head_dim + 32) * 2 + weights + 2 * 4 * columns * 4 + (1 + buffers) * columns * 4 + pairs + 48
 
 
 def prefill_block(card, form, head_dim: int) -> tuple[int, int]:
@@ -99,32 +103,32 @@ class Attention:
         threads, shared = prefill_block(backend.device.card, backend.state.form, geometry.head_dim)
         backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), threads, shared, args, dependent=False)
 
-    def _item_rows(self, largest: int) -> int:
-        """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the card's shared memory takes."""
-        backend, state, card = self._backend, self._backend.state, self._backend.device.card
-        geometry = state.geometry
-        fitting = [rows for rows in ITEM_ROWS if decode_shared_bytes(
-            state.form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, rows, card.is_wide) <= card.shared_bytes]
-        return next((rows for rows in fitting if rows >= largest), fitting[-1])
+    def _item_rows(self, largest: int) -> tuple[int, int, int]:
+        """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the kernels take on this card. With
+        decode_block of it."""
+        state, card = self._backend.state, self._backend.device.card
+        dim, group = state.geometry.head_dim, state.geometry.num_heads // state.geometry.num_kv_heads
+        kernels = ITEM_ROWS[:-1] if decode_by_warpgroups(card, state.form, dim, group) else ITEM_ROWS
+        fitting = [(rows, *block) for rows in kernels if (block := decode_block(card, state.form, dim, group, rows))[1] <= card.shared_bytes]
+        return next((found for found in fitting if found[0] >= largest), fitting[-1])
 
     def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
         """Whole sequences, as many as the scratch holds rows for, a launch."""
         backend, area, card, scratch = self._backend, self._backend.area, self._backend.device.card, self._backend.scratch
-        geometry, form, starts = backend.state.geometry, backend.state.form, batch.row_starts
+        geometry, starts = backend.state.geometry, batch.row_starts
         seq = launches = 0
         while seq < batch.num_seqs:
             stop = seq + 1
             while stop < batch.num_seqs and starts[stop + 1] - starts[seq] <= ATTEND_ROWS:
                 stop += 1
             first, rows = int(starts[seq]), int(starts[stop] - starts[seq])
-            item_rows = self._item_rows(int(np.diff(starts[seq:stop + 1]).max()))
+            item_rows, threads, shared = self._item_rows(int(np.diff(starts[seq:stop + 1]).max()))
             args.num_seqs, args.row_starts = stop - seq, area.at("row_starts", seq)
             args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
             skip = first * args.max_splits * geometry.num_heads * 4
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
-            shared = decode_shared_bytes(form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads, item_rows, card.is_wide)
             blocks = card.num_sms * max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
-            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), 32 * item_warps(item_rows), shared, args)
+            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), threads, shared, args)
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)

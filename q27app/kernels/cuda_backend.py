@@ -20,7 +20,7 @@ from q27app.kernels.backend import LayerGeometry, Replay
 from q27app.kernels.batch import Batch, Drafted, Sampled, SamplingRows
 from q27app.kernels.compiler import Job
 from q27app.kernels.card import MAX_CONTEXT
-from q27app.kernels.cuda_attention import ITEM_ROWS, Attention
+from q27app.kernels.cuda_attention import ITEM_ROWS, Attention, decode_by_warpgroups
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
@@ -49,7 +49,9 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
     delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
              "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width}
     prefill = attend | {"WARPGROUPS": int(card.has_warpgroups)}
-    return {"attend_rows": attend, "attend_decode": attend | card.attend_defines(), "attend_prefill": prefill,
+    by_warpgroups = decode_by_warpgroups(card, find_format(kv_format), geometry.head_dim, geometry.num_heads // geometry.num_kv_heads)
+    decode = attend | card.attend_defines() | {"WARPGROUPS": int(by_warpgroups)}
+    return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill,
             "delta_step": delta | {"SLICES": 4 if wide else 1, "LANE_COLUMNS": 1},
             "delta_chunk": delta}
 

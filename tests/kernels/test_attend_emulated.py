@@ -22,14 +22,16 @@ from tests.kernels.made import make_batch
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
 CONFIG = cuda_checks.NANO
+WIDE_CARD, ADA_CARD = replace(CARD, capability=(8, 0)), replace(SMALL_CARD, capability=(8, 9))
 TWO_KEY_HEADS = replace(CONFIG, num_heads=12, num_kv_heads=2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name, card, config", [
     ("turbo5k", CARD, CONFIG), ("turbo5k", SMALL_CARD, TWO_KEY_HEADS), ("fp16", CARD, CONFIG), ("fp16", SMALL_CARD, CONFIG),
-    ("fp8", CARD, CONFIG), ("turbo3", CARD, CONFIG)],
-    ids=["turbo5k", "turbo5k, two key heads, 99 KiB", "fp16", "fp16, 99 KiB", "fp8", "turbo3"])
+    ("fp8", CARD, CONFIG), ("turbo3", CARD, CONFIG), ("turbo5k", WIDE_CARD, CONFIG), ("fp8", ADA_CARD, CONFIG), ("turbo3", SMALL_CARD, CONFIG)],
+    ids=["turbo5k", "turbo5k, two key heads, 99 KiB", "fp16", "fp16, 99 KiB", "fp8", "turbo3", "turbo5k, wide, by warps", "fp8, 99 KiB",
+         "turbo3, 99 KiB"])
 def test_attention_of_a_format(name, card, config):
     device = EmulatedDevice(card)
     bench = attend_checks.AttendBench(device, config, name, 6, 2, 80)
@@ -41,7 +43,7 @@ def test_attention_of_a_format(name, card, config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("card", [CARD, replace(SMALL_CARD, capability=(8, 9))], ids=["warpgroups", "warps"])
+@pytest.mark.parametrize("card", [CARD, ADA_CARD], ids=["warpgroups", "warps"])
 @pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
 def test_prefill_in_chunks(name, card):
     """Tiles of queries that end anywhere, keys that a tile's last rows alone see."""
@@ -92,7 +94,7 @@ def test_cuts_cover_the_longest_window_in_order():
 
 @pytest.mark.parametrize("name", ["fp16", "turbo5k", "turbo3"])
 def test_eight_rows_share_one_read_on_the_smallest_card(name):
-    needed = cuda_attention.decode_shared_bytes(kv_format(name), 256, 6, 8, False)
+    _, needed = cuda_attention.decode_block(SMALL_CARD, kv_format(name), 256, 6, 8)
     assert needed <= SMALL_CARD.shared_bytes
 
 

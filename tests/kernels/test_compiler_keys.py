@@ -11,7 +11,7 @@ from q27app.errors import GpuError
 from q27app.kernels import compiler as compiler_module
 from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
 from q27app.kernels.compiler import Compiler, Job, describe, expand
-from q27app.kernels.cuda_attention import item_warps, prefill_block
+from q27app.kernels.cuda_attention import prefill_block
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
 from q27app.kernels.cuda_mixers import chunk_launch, delta_threads
 from q27app.kernels.cuda_tiles import tile_shapes
@@ -127,7 +127,7 @@ def block_size(name: str, defines: dict[str, int], card: Card) -> int:
     if name in ("sample_draw", "sample_logprobs"):
         return 1024
     if name.startswith("attend_decode_"):
-        return 32 * item_warps(int(name.rpartition("_")[2]))
+        return 128 if defines["WARPGROUPS"] else 32 * max(4, int(name.rpartition("_")[2]))
     if name == "delta_step":
         return delta_threads(defines)
     if name == "delta_chunk":

@@ -19,6 +19,11 @@ template <int GROUPS> __device__ __forceinline__ void warpgroup_settle(float (&c
 #pragma unroll
   for (int n = 0; n < GROUPS; ++n) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
+// Nothing takes the place of operands before this point.
+template <int COUNT> __device__ __forceinline__ void warpgroup_hold(uint32_t (&a)[COUNT][4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+}
 // Barriers in shared memory: a phase ends when `count` threads have arrived and the bytes that were announced are there.
 // Sizes and addresses of copies are multiples of 16.
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -68,11 +73,18 @@ __device__ __forceinline__ uint64_t across_descriptor(const void* rows) {
 // Operands of a multiplication: the sums of 8 columns each, and their names in the text.
 #define SUMS_1(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define SUMS_4(n) SUMS_1(n), SUMS_1(n + 1), SUMS_1(n + 2), SUMS_1(n + 3)
+#define SUMS_2(n) SUMS_1(n), SUMS_1(n + 1)
+#define SUMS_3(n) SUMS_2(n), SUMS_1(n + 2)
+#define SUMS_6(n) SUMS_4(n), SUMS_2(n + 4)
 #define SUMS_8(n) SUMS_4(n), SUMS_4(n + 4)
 #define SUMS_16(n) SUMS_8(n), SUMS_8(n + 8)
 #define SUMS_32(n) SUMS_16(n), SUMS_16(n + 16)
-#define NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
-  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_4 "%0,%1,%2,%3"
+#define NAMES_8 NAMES_4 ",%4,%5,%6,%7"
+#define NAMES_12 NAMES_8 ",%8,%9,%10,%11"
+#define NAMES_16 NAMES_12 ",%12,%13,%14,%15"
+#define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_64 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
   ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NAMES_128 NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
@@ -80,7 +92,17 @@ __device__ __forceinline__ uint64_t across_descriptor(const void* rows) {
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// step: which 16 of the 64 columns.
+// c += A B^T with N rows of B; step: which 16 of the 64 columns.
+#define WARPGROUP_MMA(GROUPS, N, NAMES, SUMS, A, B) \
+  __device__ __forceinline__ void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* rows, int step) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES "}, {" A "}, " B ", 1, 1, 1, 0;" \
+                 : SUMS(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows_descriptor(rows) + 2 * step)); \
+  }
+WARPGROUP_MMA(1, 8, NAMES_4, SUMS_1, "%4,%5,%6,%7", "%8")
+WARPGROUP_MMA(2, 16, NAMES_8, SUMS_2, "%8,%9,%10,%11", "%12")
+WARPGROUP_MMA(3, 24, NAMES_12, SUMS_3, "%12,%13,%14,%15", "%16")
+WARPGROUP_MMA(4, 32, NAMES_16, SUMS_4, "%16,%17,%18,%19", "%20")
+WARPGROUP_MMA(6, 48, NAMES_24, SUMS_6, "%24,%25,%26,%27", "%28")
 __device__ __forceinline__ void warpgroup_mma(float (&c)[8][4], const uint32_t (&a)[4], const void* rows, int step) {
   const uint64_t b = rows_descriptor(rows) + 2 * step;
   asm volatile(

@@ -287,6 +287,7 @@ inline void warpgroup_begin() {}
 inline void warpgroup_commit() {}
 template <int PENDING> void warpgroup_wait() {}
 template <int GROUPS> void warpgroup_settle(float (&)[GROUPS][4]) {}
+template <int COUNT> void warpgroup_hold(uint32_t (&)[COUNT][4]) {}
 struct Arrival { uint8_t phase, count, left, unused; int32_t bytes; };   // in the 8 bytes of a barrier
 inline void arrival_check(Arrival* a) {
   if (a->left == 0 && a->bytes == 0) a->phase ^= 1, a->left = a->count, ++emulated::progress;

@@ -22,7 +22,7 @@ from tests.kernels.immediate_device import ImmediateDevice
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\((?:[^()]|\([^()]*\))*\))? (\w+)\(')
-_MACRO = re.compile(r"^(LINEAR_ROWS|LINEAR_TILES|WARP_TILES)\((\w+),", re.MULTILINE)
+_MACRO = re.compile(r"^(?:LINEAR_ROWS|LINEAR_TILES)\((\w+),", re.MULTILINE)
 CARD = Card("emulated", (9, 0), 4, 227 * 1024)
 SMALL_CARD = Card("emulated, small", (8, 6), 4, 99 * 1024, 1536)
 
@@ -99,8 +99,8 @@ class EmulatedDevice(ImmediateDevice):
 
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
         text = expand(job.source)
-        other = "WARP_TILES" if dict(job.defines).get("WARPGROUPS") else "LINEAR_TILES"   # the branch that is not compiled
-        names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in ("NAME", "__launch_bounds__")] + [name for macro, name in _MACRO.findall(text) if macro != other]
+        absent = {"NAME", "__launch_bounds__"} | ({"attend_decode_16"} if dict(job.defines).get("WARPGROUPS") else set())   # not compiled
+        names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in absent] + _MACRO.findall(text)
         runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
                        f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
         source = f'#include "{SOURCES / (job.source + ".cu")}"\n{runs}'
