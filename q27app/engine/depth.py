@@ -1,8 +1,9 @@
 """How many drafts a pass should carry: chosen each step from measured acceptance and measured prices.
 
     gain(d)  = 1 + a1 + a1 a2 + ... + a1 .. ad        tokens that a pass of 1 + d rows yields on average
-    cost(d)  = pass(s (1 + d)) + d * step             milliseconds, s sequences together; step is 0 for drafts without a model
-    depth    = the d <= cap with the largest gain(d) / cost(d)
+    cost(d)  = pass(s + t d) + d * step               milliseconds, s sequences together of which t draft; step is 0 for drafts
+                                                      without a model
+    depth    = the d <= cap with the largest (s + t (gain(d) - 1)) / cost(d)
 
 a_k is the share of drafts at depth k that were accepted among those whose predecessors were, over about the last WINDOW of them;
 where there are few, the share of the depth before counts as PULL more (of the first depth: a prior). pass(n) is a moving average for each number of rows; between and beyond measured ones it is a straight line.
@@ -95,16 +96,20 @@ class DepthControl:
         """A step without drafts."""
         self._num_steps += 1
 
-    def choose(self, prices: PassPrices, limit: int, needs_steps: bool, sequences: int = 1) -> int:
-        """Depth from 0 to min(cap, limit). sequences: that share the pass and draft alike, as far as it has rows."""
+    def choose(self, prices: PassPrices, limit: int, needs_steps: bool, sequences: int = 1, takers: int | None = None) -> int:
+        """Depth from 0 to min(cap, limit). sequences: that share the pass. takers: of these draft alike, as far as it has rows;
+        None = all."""
+        takers = sequences if takers is None else takers
         best, best_rate, gain, run, shares = 0, 0.0, 1.0, 1.0, self.shares
         for depth in range(min(self.cap, limit) + 1):
             if depth:
                 run *= shares[depth - 1]
                 gain += run
-            cost = prices.pass_ms(max(sequences, min(sequences * (1 + depth), MAX_DECODE_ROWS))) + (depth * prices.step_ms if needs_steps else 0.0)
-            if gain / cost > best_rate:
-                best, best_rate = depth, gain / cost
+            rows = max(sequences, min(sequences + takers * depth, MAX_DECODE_ROWS))
+            cost = prices.pass_ms(rows) + (depth * prices.step_ms if needs_steps else 0.0)
+            rate = (sequences + takers * (gain - 1)) / cost
+            if rate > best_rate:
+                best, best_rate = depth, rate
         if self._num_steps % EXPLORE == EXPLORE - 1:
             best += 1
         return min(best, self.cap, limit)

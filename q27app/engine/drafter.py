@@ -8,6 +8,12 @@ from typing import Any, Protocol
 from q27app.engine.sequence import Sequence
 
 
+def shares_of(room: int, count: int, turn: int) -> list[int]:
+    """Rows that are left, shared alike by `count` sequences; who gets one more changes from turn to turn."""
+    share, rest = divmod(room, count)
+    return [share + ((index + turn * rest) % count < rest) for index in range(count)]
+
+
 class Drafter(Protocol):
     """Called on the engine thread between two passes. What it keeps for a sequence hangs in `Sequence.draft_state`."""
 

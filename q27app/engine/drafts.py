@@ -25,6 +25,7 @@ from q27app.engine.common_ids import CommonIds
 from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
 from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of, may_match
+from q27app.engine.drafter import shares_of
 from q27app.engine.sequence import Sequence
 from q27app.kernels.batch import MAX_DECODE_ROWS, in_flight
 
@@ -119,7 +120,7 @@ class Drafts:
         drafts = [self._from_suffix(sequence, limit, together) for sequence, limit in zip(sequences, limits, strict=True)]
         for sequence, found in zip(sequences, drafts, strict=True):
             self._state(sequence).sources = ["suffix"] * len(found)
-        if self._mtp is not None and not self._land(sequences, limits, drafts) and not self._is_crowded(together):
+        if self._mtp is not None and not self._land(sequences, limits, drafts):
             self._chains(sequences, limits, drafts)
         return drafts
 
@@ -127,15 +128,17 @@ class Drafts:
         """Begin the next chains before anybody knows where they begin, unless the text repeats: then drafts are free, or a
         chain is worth more with what the repeat adds to it, and both must be known first."""
         self._flight = None
-        if self._mtp is None or not self.runs_ahead or self._is_crowded(len(sequences)) or len(sequences) > MAX_DECODE_ROWS // 2:
+        if self._mtp is None or not self.runs_ahead or len(sequences) >= MAX_DECODE_ROWS:
             return
         is_narrow = self._is_narrow(sequences)
         prices = self._prices_of(is_narrow)
         if not prices.step_ms and not self._fixed:
             return  # a chain that is waited for tells its price
-        share = MAX_DECODE_ROWS // len(sequences) - 1
-        depths = [self._depth_ahead(sequence, min(self._cap, share, sequence.room - count - 2), len(sequences), prices)
-                  for sequence, count in zip(sequences, drafted, strict=True)]
+        limits = self._limits_after(sequences)
+        takers = sum(limit > 0 for limit in limits)
+        depths = [None if sequence.room - count - 2 <= 0 else
+                  self._depth_ahead(sequence, min(limit, sequence.room - count - 2), len(sequences), prices, takers)
+                  for sequence, count, limit in zip(sequences, drafted, limits, strict=True)]
         known = [depth for depth in depths if depth is not None]
         steps = max(known, default=0)
         if steps and len(known) == len(depths) and all(
@@ -144,10 +147,10 @@ class Drafts:
             self._flight = Flight(list(sequences), known, [sequence.num_steps + 1 for sequence in sequences], prices.step_ms)
             self.num_begun += 1
 
-    def _is_crowded(self, together: int) -> bool:
-        """So many that not each of them has room for a draft. What chains bring to some is less than what a pass behind a pass
-        brings to all."""
-        return together > MAX_DECODE_ROWS // 2 and not self._fixed
+    def _limits_after(self, sequences: Seq[Sequence]) -> list[int]:
+        """Rows for drafts that each will have in the pass behind the one under way."""
+        shares = shares_of(MAX_DECODE_ROWS - len(sequences), len(sequences), sequences[0].num_steps + 1)
+        return [min(self._cap, share) for share in shares]
 
     def rests(self, sequences: Seq[Sequence]) -> bool:
         if len(sequences) >= MAX_DECODE_ROWS:
@@ -156,26 +159,26 @@ class Drafts:
             return False
         if self._uses_suffix and any(index_of(sequence).match_length for sequence in sequences):
             return False
-        if self._mtp is None or self._is_crowded(len(sequences)):
+        if self._mtp is None:
             return True
-        share = MAX_DECODE_ROWS // len(sequences) - 1
-        prices = self._prices_of(self._is_narrow(sequences))
-        depths = [self._depth(self._state(sequence).mtp, min(self._cap, share, sequence.room - 2), True, len(sequences), prices)
-                  for sequence in sequences]
+        limits, prices = self._limits_after(sequences), self._prices_of(self._is_narrow(sequences))
+        takers = sum(limit > 0 for limit in limits)
+        depths = [self._depth(self._state(sequence).mtp, min(limit, sequence.room - 2), True, len(sequences), prices, takers)
+                  for sequence, limit in zip(sequences, limits, strict=True)]
         if any(depth > 0 for depth in depths):
             return False
         for sequence in sequences:
             self._state(sequence).mtp.rested()
         return True
 
-    def _depth_ahead(self, sequence: Sequence, limit: int, together: int, prices: PassPrices) -> int | None:
+    def _depth_ahead(self, sequence: Sequence, limit: int, together: int, prices: PassPrices, takers: int) -> int | None:
         """Drafts of a chain that is begun ahead; None: it must not be, for others will be better."""
-        if limit <= 0 or not _is_plain(sequence):
+        if not _is_plain(sequence):
             return None
         length = index_of(sequence).match_length if self._uses_suffix else 0
         if length:
             return 0 if length >= self.min_match and together > 1 else None
-        return self._depth(self._state(sequence).mtp, limit, True, together, prices)
+        return self._depth(self._state(sequence).mtp, limit, True, together, prices, takers)
 
     def _land(self, sequences: Seq[Sequence], limits: Seq[int], drafts: list[list[int]]) -> bool:
         """Fill in the drafts of the chains in flight, where the text went on as they took for granted; False if there are none."""
@@ -206,8 +209,9 @@ class Drafts:
     def _prices_of(self, is_narrow: bool) -> PassPrices:
         return self._prices if is_narrow else self._whole_prices
 
-    def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int, prices: PassPrices) -> int:
-        return limit if self._fixed else control.choose(prices, limit, needs_steps, together)
+    def _depth(self, control: DepthControl, limit: int, needs_steps: bool, together: int, prices: PassPrices,
+               takers: int | None = None) -> int:
+        return limit if self._fixed else control.choose(prices, limit, needs_steps, together, takers)
 
     def _from_suffix(self, sequence: Sequence, limit: int, together: int) -> list[int]:
         if not self._uses_suffix or limit <= 0 or not may_match(sequence, self.min_match):
@@ -223,7 +227,8 @@ class Drafts:
         assert self._mtp is not None
         without = [place for place, found in enumerate(drafts) if not found and limits[place] > 0]
         is_narrow = self._is_narrow([sequences[place] for place in without])
-        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], True, len(sequences), self._prices_of(is_narrow))
+        prices = self._prices_of(is_narrow)
+        depths = [self._depth(self._state(sequences[place]).mtp, limits[place], True, len(sequences), prices, len(without))
                   for place in without]
         chains = self._mtp.propose([sequences[place] for place in without], depths, is_narrow)
         for place, chain in zip(without, chains, strict=True):

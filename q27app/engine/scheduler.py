@@ -21,7 +21,7 @@ import numpy as np
 
 from q27app.engine.block_pool import BlockPool, blocks_of
 from q27app.engine.cut import Cut
-from q27app.engine.drafter import Drafter
+from q27app.engine.drafter import Drafter, shares_of
 from q27app.engine.masks import masks_for
 from q27app.engine.pace import BACKGROUND_GAP_MS, GAP_MS, PrefillPace
 from q27app.engine.prefix_cache import Match, PrefixCache
@@ -218,8 +218,8 @@ class Scheduler:
         able = [part.sequence for part in parts if part.draws and len(part.tokens) == 1 and part.sequence.room > 1]
         if not able or self.drafter is None:
             return
-        share, rest = divmod(room, len(able))
-        limits = [min(share + (index < rest), sequence.room - 1) for index, sequence in enumerate(able)]
+        shares = shares_of(room, len(able), able[0].num_steps)
+        limits = [min(share, sequence.room - 1) for share, sequence in zip(shares, able, strict=True)]
         for sequence, limit, drafts in zip(able, limits, self.drafter.propose(able, limits), strict=True):
             assert len(drafts) <= limit and all(token < self.vocab_size for token in drafts), list(drafts)
             sequence.drafts = self._before_end(sequence, drafts)

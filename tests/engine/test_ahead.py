@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from q27app.engine.depth import EXPLORE, PassPrices
+from q27app.engine.drafter import shares_of
 from q27app.engine.drafts import Drafts
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.engine.sequence import Sequence
@@ -221,10 +223,17 @@ def test_chains_rest_where_they_do_not_pay_and_are_tried_now_and_then():
     assert rested.count(False) > 0 and rested.index(False) == EXPLORE - 1 - 50 % EXPLORE and not any(rested[rested.index(False):])
 
 
-def test_chains_rest_where_not_everybody_has_room_for_a_draft():
+def test_chains_rest_where_the_few_rows_left_do_not_pay():
+    """Rows dear from the ninth on, and a chain: at 10 streams 6 drafts pay, at 14 two do not."""
     prices = PassPrices()
-    prices.record_pass(1, 4.0)
-    prices.record_step(0.01)
+    for rows, ms in ((1, 5.0), (8, 6.0), (9, 8.4), (16, 8.8)):
+        prices.record_pass(rows, ms)
+    prices.record_step(0.9)
     drafts = Drafts(NoSteps(), False, 15, prices)
-    assert not drafts.rests(sequences_of(8)) and drafts.rests(sequences_of(9))
-    assert drafts.propose(sequences_of(9), [1] * 7 + [0] * 2) == [[]] * 9
+    assert [drafts.rests(sequences_of(count)) for count in (4, 8, 10, 14, 15, 16)] == [False, False, False, True, True, True]
+
+
+def test_who_gets_a_row_more_changes_from_turn_to_turn():
+    assert shares_of(10, 4, 0) == [3, 3, 2, 2] and shares_of(10, 4, 1) == [2, 2, 3, 3]
+    totals = np.sum([shares_of(5, 11, turn) for turn in range(11)], axis=0)
+    assert totals.tolist() == [5] * 11 and shares_of(8, 8, 3) == [1] * 8

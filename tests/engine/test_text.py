@@ -102,7 +102,7 @@ def test_rows_left_over_are_shared_alike_between_drafting_sequences():
         desk.ask(prompt_of(seed, 5), 60, f"r{seed}")
     desk.run()
     widest = max((batch for batch in desk.model.passes if batch.phase == "verify"), key=lambda batch: batch.num_seqs)
-    assert np.diff(widest.row_starts).tolist() == [6, 5, 5]
+    assert sorted(np.diff(widest.row_starts).tolist()) == [5, 5, 6]
 
 
 def test_drafts_stop_at_max_tokens_and_at_the_window():
