@@ -6,6 +6,7 @@ The model owns its activation buffers and nothing else; sequences live in the `S
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -71,24 +72,26 @@ class Model:
         logits = self.logit_rows.rows(len(batch.logit_rows))
         self.backend.begin(batch, state)
 
-        def run() -> None:
-            self._run(rows, final, logits, warm_mtp)
-
+        parts = [partial(self._run, layers, rows, final, logits, warm_mtp) for layers in _parts(len(self.weights.layers))]
         if batch.phase == "prefill":
-            run()
+            for part in parts:
+                part()
         else:
-            self.replays.run((id(state), warm_mtp, *shape_of(batch, self.backend.row_groups)), run)
+            self.replays.run((id(state), warm_mtp, *shape_of(batch, self.backend.row_groups)), *parts)
         return logits
 
-    def _run(self, rows: int, final: Buffer, logits: Buffer, warm_mtp: bool) -> None:
-        """The pass that was begun; nothing in it depends on the batch but through its shape."""
+    def _run(self, layers: range, rows: int, final: Buffer, logits: Buffer, warm_mtp: bool) -> None:
+        """These layers of the pass that was begun, with what comes before the first and behind the last; nothing in it depends on the
+        batch but through its shape."""
         backend, weights, x = self.backend, self.weights, self.x.rows(rows)
-        backend.embed(weights.embed, x)
-        for layer in weights.layers:
+        if layers.start == 0:
+            backend.embed(weights.embed, x)
+        for layer in weights.layers[layers.start:layers.stop]:
             run_layer(backend, layer, x, self.scratch)
-        backend.head(weights.final_norm, weights.head, x, final, logits)
-        if self.mtp is not None:
-            self.mtp.warm(final, compute=warm_mtp)
+        if layers.stop == len(weights.layers):
+            backend.head(weights.final_norm, weights.head, x, final, logits)
+            if self.mtp is not None:
+                self.mtp.warm(final, compute=warm_mtp)
 
     def draft(self, batch: Batch, state: State, first: bool) -> Buffer:
         """One draft step of the MTP layer, a row a sequence: the row's token stands at the row's position.
@@ -147,6 +150,13 @@ class Model:
     def _check(self, batch: Batch) -> None:
         assert 0 < batch.num_rows <= self.max_rows, (batch.num_rows, self.max_rows)
         assert len(batch.logit_rows) <= self.max_logit_rows, (len(batch.logit_rows), self.max_logit_rows)
+
+
+def _parts(num_layers: int) -> list[range]:
+    """Layers of each part of a recorded pass. A part takes the device about twenty times as long as the host needs to hand it over, so
+    each may be several times as long as the one before."""
+    ends = [*sorted({num_layers // 32, num_layers // 4} if num_layers >= 32 else ()), num_layers]
+    return [range(start, end) for start, end in zip([0, *ends], ends)]
 
 
 def load_model(

@@ -3,6 +3,9 @@
 A pass may be recorded if all that changes between two passes of its key lies in device buffers that `Backend.begin` fills.
 The first pass of a key runs plainly, so that everything is loaded; the second one is recorded. The least recently used
 recording goes when there are too many.
+
+A device begins with a recording when all of it has been handed over, which takes the host a good half microsecond a launch: a pass is
+recorded in several parts, the first one short, so that the device runs one while it is given the next.
 """
 
 from __future__ import annotations
@@ -28,40 +31,47 @@ class Replays:
 
     def __init__(self, backend: Backend, limit: int = MAX_RECORDED) -> None:
         self._backend, self.limit = backend, limit
-        self._recorded: OrderedDict[Hashable, Replay | None] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, list[Replay] | None] = OrderedDict()
         self.num_fresh = 0
         """Runs so far that were no replays: they took longer than the next ones of their shape will."""
 
     def __len__(self) -> int:
-        return sum(replay is not None for replay in self._recorded.values())
+        return sum(parts is not None for parts in self._recorded.values())
 
-    def run(self, key: Hashable, run: Callable[[], None]) -> None:
-        """Do what `run` does; it must do the same whenever the key is the same, up to what `begin` has put on the device."""
+    def run(self, key: Hashable, *parts: Callable[[], None]) -> None:
+        """Do what the parts do, in order; they must do the same whenever the key is the same, up to what `begin` has put on the
+        device."""
         if not self.limit:
-            run()
-            return
+            return _in_order(parts)
         if key not in self._recorded:
             self._recorded[key] = None
             self.num_fresh += 1
-            run()
+            _in_order(parts)
         else:
-            replay = self._recorded[key]
-            if replay is None:
+            recorded = self._recorded[key]
+            if recorded is None:
                 self.num_fresh += 1
-                replay = self._recorded[key] = self._backend.record(run)
-            replay()
+                recorded = self._recorded[key] = [self._backend.record(part) for part in parts]
+            _in_order(recorded)
         self._recorded.move_to_end(key)
         while len(self._recorded) > self.limit:
-            _, oldest = self._recorded.popitem(last=False)
-            if oldest is not None:
-                oldest.close()
+            _close(self._recorded.popitem(last=False)[1])
 
     def clear(self) -> None:
         """Forget everything: the buffers of the recordings are about to go."""
-        for replay in self._recorded.values():
-            if replay is not None:
-                replay.close()
+        for recorded in self._recorded.values():
+            _close(recorded)
         self._recorded.clear()
+
+
+def _in_order(parts: Seq[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
+def _close(recorded: list[Replay] | None) -> None:
+    for replay in recorded or ():
+        replay.close()
 
 
 def shape_of(batch: Batch, row_groups: Seq[int] = ()) -> tuple:
