@@ -53,22 +53,20 @@ class SuffixIndex:
 
     def extend(self, tokens: Seq[int]) -> None:
         """Append tokens of the text."""
-        for token in tokens:
-            self._append(token)
-        if tokens and not self._length:
+        if not tokens:
+            return
+        before, size = self._size, self._size + len(tokens)
+        if size > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens[:before], np.empty(size, np.int32)])
+        self._tokens[before:size] = tokens
+        self._size = size
+        start = max(0, before - GRAM)  # the runs that ended one token ago may now be found: something follows them
+        for place, key in enumerate(_few_keys(self._tokens[start:size - 1]), start + GRAM):
+            self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(place)
+        if self._length and self._tokens[self._source:self._source + len(tokens)].tolist() == list(tokens):
+            self._source, self._length = self._source + len(tokens), self._length + len(tokens)
+        else:
             self._find()
-
-    def _append(self, token: int) -> None:
-        if self._size == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-        follows = self._length > 0 and self._tokens[self._source] == token
-        self._tokens[self._size] = token
-        self._size += 1
-        if self._size > GRAM:  # the run that ended one token ago may now be found: something follows it
-            start = self._size - 1 - GRAM
-            key = _key(self._tokens[start:self._size - 1].tolist())
-            self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(self._size - 1)
-        self._source, self._length = (self._source + 1, self._length + 1) if follows else (0, 0)
 
     def _find(self) -> None:
         """Ask the index for the longest earlier occurrence of the end."""
@@ -168,6 +166,14 @@ def _keys(tokens: np.ndarray) -> np.ndarray:
         keys += wide[place:place + count] * _FACTORS[place]
         keys ^= keys >> np.uint64(29)
     return keys
+
+
+def _few_keys(tokens: np.ndarray) -> list[int]:
+    """Key of each run, the quicker way."""
+    if len(tokens) > 2 * GRAM:
+        return _keys(tokens).tolist()
+    known = tokens.tolist()
+    return [_key(known[place:place + GRAM]) for place in range(len(known) - GRAM + 1)]
 
 
 def may_match(sequence: Sequence, min_match: int) -> bool:

@@ -53,6 +53,11 @@ class SourceCount:
     drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
     accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
 
+    def count(self, first: int, num_drafted: int, num_accepted: int) -> None:
+        """Drafts at the depths from `first` on, of which the first ones were accepted."""
+        for values, count in ((self.drafted, num_drafted), (self.accepted, num_accepted)):
+            values[first:first + count] = [value + 1 for value in values[first:first + count]]
+
 
 @dataclass
 class Flight:
@@ -243,11 +248,13 @@ class Drafts:
         """A pass with drafts was verified: the first num_accepted of num_drafted agreed."""
         state = self._state(sequence)
         sources = state.sources[:num_drafted]
-        for depth, source in enumerate(sources):
-            self.counts[source].drafted[depth] += 1
-            self.counts[source].accepted[depth] += depth < num_accepted
-            sequence.count_draft(source, depth, depth < num_accepted)
-        own = sources.count("mtp")
+        own, first = sources.count("mtp"), 0
+        for source, count in (("mtp", own), ("suffix", len(sources) - own)):  # a repeat continues a chain, never the other way round
+            if count:
+                right = max(0, min(num_accepted - first, count))
+                self.counts[source].count(first, count, right)
+                sequence.count_drafts(source, first, count, right)
+            first += count
         if own:
             state.mtp.observe(own, min(num_accepted, own))
         elif sources:

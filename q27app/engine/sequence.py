@@ -132,11 +132,12 @@ class Sequence:
         if tokens and self.first_token_at is None:
             self.first_token_at = time.monotonic()
 
-    def count_draft(self, source: str, depth: int, is_accepted: bool) -> None:
-        """One draft was verified. depth: 0 = the first of a pass."""
-        for values, count in zip(self.draft_counts.setdefault(source, ([], [])), (1, int(is_accepted)), strict=True):
-            values.extend([0] * (depth + 1 - len(values)))
-            values[depth] += count
+    def count_drafts(self, source: str, first: int, num_drafted: int, num_accepted: int) -> None:
+        """Drafts of one source at the depths from `first` on were verified (0 = the first of a pass), the first ones accepted."""
+        drafted, accepted = self.draft_counts.setdefault(source, ([], []))
+        for values, count in ((drafted, num_drafted), (accepted, num_accepted)):
+            values.extend([0] * (first + num_drafted - len(values)))
+            values[first:first + count] = [value + 1 for value in values[first:first + count]]
 
     def stats(self) -> RequestStats:
         """Final figures, as of now."""
