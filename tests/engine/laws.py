@@ -68,14 +68,15 @@ class Only:
         return self._words
 
 
-def texts(ask, run, prompt, params: SamplingParams, guide, count: int, length: int = 3, first: int = 0) -> np.ndarray:
-    """int [count, length]: continuations by seed, from the seed `first` on. ask(request) -> an answer with `tokens`; run(): until all have ended."""
+def texts(ask, run, prompt, params: SamplingParams, guide, count: int, length: int = 3, first: int = 0, more: int = 3) -> np.ndarray:
+    """int [count, length]: continuations by seed, from the seed `first` on. ask(request) -> an answer with `tokens`; run(): until all
+    have ended. more: tokens that are drawn behind them and thrown away, so that drafts reach over their end."""
     out = []
     for begin in range(first, first + count, 256):
         seeds = range(begin, min(begin + 256, first + count))
         answers = [ask(Request(f"{params.temperature}-{params.top_k}-{params.top_p}-{params.min_p}-{seed}", tuple(prompt), SamplingParams(
             temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed,
-            max_tokens=length + 3, ignore_eos=True), guide)) for seed in seeds]
+            max_tokens=length + more, ignore_eos=True), guide, cache=False)) for seed in seeds]
         run()
         out += [answer.tokens[:length] for answer in answers]
     return np.array(out)

@@ -4,8 +4,8 @@
     state       a slot after rejected drafts against one that never had any, bit for bit
     acceptance  right drafts of the bundled model by depth, for prose, tool calls and copying
 
-GPU_BACKEND=numpy runs them without a card; GPU_DRAWS: continuations for each sampler; GPU_PROCESSES: that draw them; GPU_CASES: examples
-of each task.
+GPU_BACKEND=numpy runs them without a card; GPU_DRAWS: continuations for each sampler; GPU_PROCESSES: that draw them, for
+GPU_SECONDS at most; GPU_CASES: examples of each task.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ from tests.gpu.checks import attempt, failures, line
 from tests.gpu.drafting import BACKEND, Table, Told
 
 DRAWS = int(os.environ.get("GPU_DRAWS", "20000"))
-PROCESSES = int(os.environ.get("GPU_PROCESSES", "10"))
+PROCESSES = int(os.environ.get("GPU_PROCESSES", "6"))
+SECONDS = float(os.environ.get("GPU_SECONDS", "85"))
 CASES = int(os.environ.get("GPU_CASES", "10"))
 ALLOWED, PROMPT = (5, 6, 9, 700), (3, 1, 4, 1, 5)
 ALONE = SamplingParams(logprobs=1)
@@ -66,7 +68,8 @@ class Near:
 
 
 def open_dense(path: str) -> Table:
-    return Table(Path(path), kv_format="exact" if BACKEND == "numpy" else "fp16", context=256, slots=4, cache=False)
+    """As many slots as rows of a pass, with two drafts each."""
+    return Table(Path(path), kv_format="exact" if BACKEND == "numpy" else "fp16", context=256, slots=5, cache=False)
 
 
 def exact_laws(table: Table) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -87,28 +90,36 @@ def exact_laws(table: Table) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def draw(path: str, out: str, first: str, count: str) -> None:
-    """Texts for seeds from `first` on, of each sampler by the right rule and of some by the wrong one, into a file of places."""
-    table = open_dense(path)
-    guide, found = Only(ALLOWED, table.loaded.vocab_size, Decision), {}
+    """Texts for seeds from `first` on, of each sampler by the right rule and of some by the wrong one, into a file of places; turn about,
+    so that where time ends all have about as many."""
+    table, ends = open_dense(path), time.monotonic() + SECONDS
+    guide, drafters = Only(ALLOWED, table.loaded.vocab_size, Decision), {}
+    found: dict[str, list] = {}
 
     def ask(request: Request) -> Told:
         told = Told()
         table.stepper.add(Sequence(request, told, request.params.max_tokens))
         return told
 
-    for name, params in SAMPLERS.items():
-        for is_right in (True, False) if name in WRONG else (True,):
-            drafter = table.fixed(3)
-            table.start(drafter)
-            near = None if is_right else Near(table.loaded.model.backend)
-            many = int(count) if is_right else -(-int(count) // 10)
-            drawn = texts(ask, table.run, PROMPT, params, guide, many, first=int(first))
-            if near is not None:
-                near.undo()
-            counts = drafter.to_dict()["sources"]["mtp"]
-            found[f"{name}/{int(is_right)}"] = np.searchsorted(ALLOWED, drawn)
-            found[f"{name}/{int(is_right)}/drafts"] = np.array([sum(counts["accepted"]), sum(counts["drafted"])])
-    np.savez(out, **found)
+    def some(name: str, is_right: bool, begin: int, many: int) -> None:
+        key = f"{name}/{int(is_right)}"
+        drafter = drafters.setdefault(key, table.fixed(3))
+        table.start(drafter)
+        near = None if is_right else Near(table.loaded.model.backend)
+        found.setdefault(key, []).append(np.searchsorted(ALLOWED, texts(ask, table.run, PROMPT, SAMPLERS[name], guide, many, 3, begin, 1)))
+        if near is not None:
+            near.undo()
+
+    for begin in range(int(first), int(first) + int(count), 256):
+        many = min(256, int(first) + int(count) - begin)
+        for name in SAMPLERS:
+            if begin == int(first) or time.monotonic() < ends:
+                some(name, True, begin, many)
+            if name in WRONG and begin == int(first):
+                some(name, False, begin, -(-int(count) // 10))
+    counts = {key: drafter.to_dict()["sources"]["mtp"] for key, drafter in drafters.items()}
+    np.savez(out, **{key: np.concatenate(drawn) for key, drawn in found.items()},
+             **{f"{key}/drafts": np.array([sum(one["accepted"]), sum(one["drafted"])]) for key, one in counts.items()})
     table.close()
 
 
