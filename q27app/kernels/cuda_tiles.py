@@ -60,8 +60,12 @@ class TilePart:
         return self.tile_blocks * self.token_blocks * self.splits
 
     def cost(self, card: Card) -> float:
-        """Time, in blocks of one tile and one token that a multiprocessor does one after the other at full speed."""
-        waves = -(-self.blocks // max(1, card.num_sms))
+        """Time, in blocks of one tile and one token that a multiprocessor does one after the other at full speed. Blocks by warps that
+        have less company than there is room for wait for themselves: half of the time does not depend on how many there are."""
+        waves, room = -(-self.blocks // max(1, card.num_sms)), self.shape.at_once
+        rest = waves % room
+        if rest and not card.has_warpgroups:
+            waves += (room - rest) / 2
         return waves * self.shape.tiles * self.shape.tokens / self.shape.share / self.splits
 
 
@@ -84,8 +88,8 @@ def tile_splits(card: Card, segments: Sequence[Segment], units: int) -> int:
 def tile_shapes(card: Card) -> tuple[TileShape, ...]:
     """The shapes that kernels are built for, the one for long prompts first."""
     if not card.has_warpgroups:
-        return (TileShape("wide", 16, 128, 256, 1, 1.0), TileShape("medium", 8, 128, 128, 2, 0.94), TileShape("slim", 8, 64, 128, 2, 0.8),
-                TileShape("few", 4, 64, 128, 3, 0.66))
+        return (TileShape("wide", 16, 128, 256, 1, 1.0), TileShape("medium", 8, 128, 128, 2, 0.94), TileShape("slim", 8, 64, 128, 2, 0.86),
+                TileShape("few", 4, 64, 128, 3, 0.7))
     return (TileShape("wide", 8, 256, 384, 1, 1.0), TileShape("medium", 8, 128, 384, 1, 0.76), TileShape("slim", 8, 64, 384, 2, 0.55),
             TileShape("few", 4, 64, 256, 3, 0.42))
 
