@@ -7,6 +7,7 @@ import pytest
 from q27app.chat.guide import make_guide
 from q27app.config import Config
 from q27app.daemon.parts import open_text
+from q27app.engine.depth import DepthControl
 from q27app.engine.loading import EngineConfig, open_model
 from q27app.engine.request import Request, SamplingParams
 from q27app.paths import demo_model
@@ -47,3 +48,22 @@ def test_answers_have_the_texts_of_passes_that_wait(tokenizer, draft):
         ahead, some = run(tokenizer, True, eos_ids, draft)
         assert ahead == waiting and none == 0 and some > 10
     assert any(forced for _, _, forced in ahead)
+
+
+@pytest.mark.parametrize("streams", [3, 10, 13])
+def test_chains_begun_ahead_for_some_of_many_streams_change_no_text(tokenizer, streams, monkeypatch):
+    """Rows go round; answers end one after the other, so fewer and fewer share a pass. Whatever it costs, all rows are used."""
+    monkeypatch.setattr(DepthControl, "choose", lambda control, prices, limit, *rest: min(limit, control.cap))
+    prompts = [tuple(tokenizer.encode(WORDS[index % 3] + " again" * index)) for index in range(streams)]
+    found = []
+    for draft in ("off", "mtp"):
+        desk = Desk(open_model(EngineConfig(demo_model(), "numpy", context=512, slots=16, draft=draft), lambda share: None))
+        desk.model.backend.is_ahead = True
+        if desk.loaded.drafter is not None:
+            desk.loaded.drafter.runs_ahead = True
+        answers = [desk.submit(Request(f"r{index}", prompt, SamplingParams(max_tokens=8 + 40 // streams + 2 * index, temperature=0.6 * (index % 2), seed=index)))
+                   for index, prompt in enumerate(prompts)]
+        desk.run()
+        found.append([answer.tokens for answer in answers])
+    assert found[0] == found[1]
+    assert desk.loaded.drafter.num_landed > 0 and all(answer.last.stats.num_drafted for answer in answers)
