@@ -42,7 +42,8 @@ def decode_block(card, form, head_dim: int, group: int, item_rows: int) -> tuple
     tiles = (2 if pipelined or not half_keys else 1) * key_tile + (2 + turned if pipelined else 2 if turned or not half_keys else 1) * value_tile
     buffers = 2 if pipelined else 1
     weights = buffers * copies * columns * BLOCK_POSITIONS * 2
-    return 32 * warps, tiles + columns * (head_dim + 32) * 2 + weights + 2 * 4 * columns * 4 + (1 + buffers) * columns * 4 + pairs + 48
+    exchanged = columns * (4 * 64 + 2 * 4) if pairs and warps >= 8 and (card.is_wide or item_rows <= 8) else 0
+    return 32 * warps, tiles + columns * (head_dim + 32) * 2 + weights + 2 * 4 * columns * 4 + (1 + buffers) * columns * 4 + pairs + 48 + exchanged
 
 
 def prefill_block(card, form, head_dim: int) -> tuple[int, int]:

@@ -36,10 +36,9 @@ template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p
     if (threadIdx.x == 0) item.found = find_item<ROWS>(p, index, item);
     __syncthreads();
     if (!item.found) return;
-    const int taken = columns.attend(item, index == (int)blockIdx.x);
-    if (threadIdx.x == 0) item.next = gridDim.x + taken;
-    __syncthreads();
+    columns.attend(item, index == (int)blockIdx.x);
     index = item.next;
+    __syncthreads();
   }
 }
 

@@ -10,6 +10,7 @@ constexpr int RUN = KEY_CODE == CODE_HALF ? 8 : KEY_CODE == CODE_FP8 ? 16 : 32; 
 constexpr int RUN_STEPS = RUN / 4;
 constexpr int P_COPIES = TURNED_VALUES ? HEAD_DIM / BLOCK_DIMS : 1;
 constexpr int PAIRS = TURNED_KEYS ? level_pairs(low_bits(KEY_CODE)) : 0;
+constexpr int RUNS = K_STEPS / RUN_STEPS;
 static_assert(KEYS == BLOCK_POSITIONS && CUT_0 % KEYS == 0 && CUT_1 % KEYS == 0 && CUT_2 % KEYS == 0 && CUT_3 % KEYS == 0, "cuts hold whole tiles");
 constexpr int CUTS_0 = BORDER_0 / CUT_0, CUTS_1 = CUTS_0 + (BORDER_1 - BORDER_0) / CUT_1, CUTS_2 = CUTS_1 + (BORDER_2 - BORDER_1) / CUT_2;
 
@@ -89,30 +90,31 @@ __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned 
   }
 }
 
-// The keys of rows `low` and `low + 8` as the tensor core takes them, RUN_STEPS steps at a time.
-struct KeyRun {
-  uint32_t word[2][KEY_CODE == CODE_5 ? 5 : KEY_CODE == CODE_3 ? 3 : 4];
+// The keys of rows `low` and `low + 8` as the tensor core takes them: a run, or of turned ones one of its PARTS.
+template <int PARTS> struct KeyRun {
+  static constexpr int LOW_WORDS = TURNED_KEYS ? low_bits(KEY_CODE) / PARTS : 4;
+  uint32_t word[2][LOW_WORDS + TURNED_KEYS];   // the highest bits last
 
-  __device__ __forceinline__ void read(const unsigned char* tile, int low, int run, int c) {
+  __device__ __forceinline__ void read(const unsigned char* tile, int low, int run, int which, int c) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int key = low + 8 * upper;
       if constexpr (TURNED_KEYS) {
         constexpr int LOW = low_bits(KEY_CODE);
         const unsigned char* block = tile + key * K_ROW + run * turned_bytes(LOW);
-        uint32_t part[LOW], high[1];
-        read_words(block + 2 + 4 * LOW * c, run == 0, part);
+        uint32_t part[LOW_WORDS], high[1];
+        read_words(block + 2 + 4 * (LOW * c + LOW_WORDS * which), run == 0, part);
         read_words(block + 2 + 16 * LOW + 4 * c, run == 0, high);
 #pragma unroll
-        for (int i = 0; i < LOW; ++i) word[upper][i] = part[i];
-        word[upper][LOW] = high[0];
+        for (int i = 0; i < LOW_WORDS; ++i) word[upper][i] = part[i];
+        word[upper][LOW_WORDS] = high[0] >> (32 / PARTS * which);
       } else {
         const uint4 raw = *reinterpret_cast<const uint4*>(tile + key * K_ROW + key_chunk(key, 4 * run + c) * 16);
         word[upper][0] = raw.x, word[upper][1] = raw.y, word[upper][2] = raw.z, word[upper][3] = raw.w;
       }
     }
   }
-  // Numbers 4 step .. 4 step + 3 of the run: a[upper] the first two, a[2 + upper] the others.
+  // Numbers 4 step .. 4 step + 3 of it: a[upper] the first two, a[2 + upper] the others.
   __device__ __forceinline__ void expand(int step, const uint32_t* pairs, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
@@ -124,9 +126,15 @@ struct KeyRun {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           constexpr int LOW = low_bits(KEY_CODE);
-          const int at = (2 * step + i) * 2 * LOW;
-          const uint32_t high = word[upper][LOW] >> (4 * step + 2 * i) & 3;
-          a[upper + 2 * i] = pairs[(word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1)) | high << (2 * LOW)];
+          const int pair = 2 * step + i;
+          if constexpr (KEY_CODE == CODE_5) {   // the two low nibbles are a byte; the high bits, shifted, come to stand right above it
+            const uint32_t high = word[upper][LOW_WORDS] >> (2 * (pair % 4));
+            a[upper + 2 * i] = pairs[__byte_perm(word[upper][pair / 4], high, pair % 4 + 16 * (4 + pair / 4)) & 0x3ff];
+          } else {
+            const int at = pair * 2 * LOW;
+            const uint32_t high = word[upper][LOW_WORDS] >> (2 * pair) & 3;
+            a[upper + 2 * i] = pairs[(word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1)) | high << (2 * LOW)];
+          }
         }
       }
     }

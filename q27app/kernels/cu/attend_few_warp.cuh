@@ -15,10 +15,14 @@ template <int ROWS> struct Plan {
   static constexpr int KEY_RING = PIPELINED || KEY_CODE != CODE_HALF ? 2 : 1;
   static constexpr int VALUE_RING = PIPELINED ? (TURNED_VALUES ? 3 : 2) : TURNED_VALUES || KEY_CODE != CODE_HALF ? 2 : 1;
   static constexpr int P_BUFFERS = PIPELINED ? 2 : 1, P_BYTES = P_COPIES * COLUMNS * KEYS * 2;
+  // Turned keys are expensive to expand: where two warps have the same keys, each expands one of the two runs of every key for the
+  // columns of both, and they exchange the products.
+  static constexpr bool HALVED = TURNED_KEYS && SHARE % 2 == 0 && (WIDE || ROWS <= 8);
   // Offsets in shared memory.
   static constexpr int TILE_KEYS = 0, TILE_VALUES = KEY_RING * K_HEAD, Q = TILE_VALUES + VALUE_RING * V_HEAD, P = Q + COLUMNS * Q_STRIDE * 2;
   static constexpr int LARGEST = P + P_BUFFERS * P_BYTES, FACTOR = LARGEST + 2 * KEY_WARPS * COLUMNS * 4, CHANGE = FACTOR + COLUMNS * 4;
-  static constexpr int PAIR = CHANGE + P_BUFFERS * COLUMNS * 4, ITEM = PAIR + PAIRS * 4, BYTES = ITEM + 48;
+  static constexpr int PAIR = CHANGE + P_BUFFERS * COLUMNS * 4, ITEM = PAIR + PAIRS * 4, TOP = ITEM + 48;
+  static constexpr int EXCHANGE = TOP + (HALVED ? 2 * COLUMNS * 4 : 0), BYTES = EXCHANGE + (HALVED ? KEY_WARPS * COLUMNS * 64 : 0);
 };
 
 // Tiles of 8 columns, shared by the warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
@@ -27,10 +31,13 @@ template <int ROWS> struct Columns {
   using M = Plan<ROWS>;
   static constexpr int TILES = M::TILES, WARPS = M::WARPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS, NT = TILES * KEY_WARPS / WARPS;
   static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;
+  static constexpr int SHARED_KEYS = WARPS / 2;   // pairs of warps with the same keys, where they halve the work
   static_assert(NT * WARPS == TILES * KEY_WARPS && VT * WARPS == TILES * SLICES, "warps share the columns evenly");
+  static_assert(!M::HALVED || RUNS == 2, "a run for each of two warps");
   const Attend& p;
   unsigned char* shared;
-  float out[DIM_TILES][VT][4], top[NT][2], sum[NT][2];
+  float out[DIM_TILES][VT][4], sum[NT][2];
+  float top[M::HALVED ? 1 : NT][2];   // HALVED: in shared memory, as registers are scarce
 
   __device__ __forceinline__ float* at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
   // Where a thread stands. Read anew in each part of a round: what could be kept of it would not fit into registers.
@@ -45,7 +52,12 @@ template <int ROWS> struct Columns {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) top[n][0] = top[n][1] = -INFINITY, sum[n][0] = sum[n][1] = 0.0f;
+    for (int n = 0; n < NT; ++n) {
+      sum[n][0] = sum[n][1] = 0.0f;
+      if constexpr (!M::HALVED) top[n][0] = top[n][1] = -INFINITY;
+    }
+    if constexpr (M::HALVED)
+      for (int column = thread_index(); column < COLUMNS; column += THREADS) at(M::TOP)[COLUMNS + column] = -INFINITY;
 #pragma unroll
     for (int n = 0; n < VT; ++n)
 #pragma unroll
@@ -55,17 +67,17 @@ template <int ROWS> struct Columns {
   // Queries of the item on their way, four numbers of each of two steps together; columns that no row has are zeros.
   __device__ __forceinline__ void load_queries(const Item& item) const {
     constexpr int EIGHTS = HEAD_DIM / 8;
-    const int used = item.rows * GROUP;
+    const int used = item.rows * GROUP, thread = M::HALVED && KEY_CODE == CODE_5 ? thread_index() : threadIdx.x;   // registers
     const uint16_t* queries = p.q_half + (long long)(item.first_row * NUM_HEADS + item.head * GROUP) * HEAD_DIM;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < COLUMNS * EIGHTS; i += THREADS) {
+    for (int i = thread; i < COLUMNS * EIGHTS; i += THREADS) {
       const int column = i / EIGHTS, eight = i % EIGHTS, run = eight * 8 / (4 * RUN), c = eight * 8 % (4 * RUN) / RUN, two = eight * 8 % RUN / 8;
       unsigned char* to = shared + M::Q + column * Q_STRIDE * 2 + ((run * (RUN_STEPS / 2) + two) * 4 + c) * 16;
       if (column < used) copy_async_16(to, queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8);
       else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
     copy_async_commit();
-    for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
+    for (int column = thread; column < COLUMNS; column += THREADS) {
       const float* factor = p.q_factor + (item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
       at(M::FACTOR)[column] = column < used ? __ldcg(factor) * 1.4426950408889634f : 1.0f;
     }
@@ -78,45 +90,90 @@ template <int ROWS> struct Columns {
     return low * (KEYS / 2) + (step ^ swap) * 8 + 2 * c;
   }
 
-  // Products of the warp's 16 keys with the queries, and the largest score of each column, in powers of two. start: position of the tile; turn: 0 or 1 by
-  // turns.
-  __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, int turn, float (&scores)[NT][4]) const {
-    const Place here;
-    const int g = here.g, c = here.c, low = here.key_warp * 16 + g;
-    const unsigned char* q = shared + M::Q + (here.first_tile * 8 + g) * Q_STRIDE * 2 + 16 * c;
+  // Products of one run of the warp's 16 keys with COUNT tiles of columns, or with twice as many: `other` leads from a column of the
+  // first ones to that of the others.
+  template <int COUNT>
+  __device__ __forceinline__ void multiply(const unsigned char* keys, const unsigned char* q, int other, int low, int run, int c, float (&to)[COUNT][4]) const {
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
+    constexpr int PARTS = M::HALVED ? 2 : 1, STEPS = RUN_STEPS / PARTS;   // registers
+#pragma unroll 1
+    for (int which = 0; which < PARTS; ++which) {
+      KeyRun<PARTS> keep;
+      keep.read(keys, low, run, which, c);
 #pragma unroll
-    for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
-    constexpr int RUNS_AT_ONCE = NT < 3 ? K_STEPS / RUN_STEPS : 1;   // registers
-    float part[NT][4];
-#pragma unroll RUNS_AT_ONCE
-    for (int run = 0; run < K_STEPS / RUN_STEPS; ++run) {
-      KeyRun keep;
-      keep.read(keys, low, run, c);
-      if constexpr (TURNED_KEYS)
-#pragma unroll
-        for (int n = 0; n < NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
-#pragma unroll
-      for (int step = 0; step < RUN_STEPS; step += 2) {
+      for (int step = 0; step < STEPS; step += 2) {
         uint32_t a[4], next[4];
         keep.expand(step, pairs, a);
         keep.expand(step + 1, pairs, next);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          const uint4 b = *reinterpret_cast<const uint4*>(q + n * 8 * Q_STRIDE * 2 + (run * RUN_STEPS + step) * 32);
-          float (&to)[4] = TURNED_KEYS ? part[n] : scores[n];
-          mma_f16(to, a[0], a[1], a[2], a[3], b.x, b.y);
-          mma_f16(to, next[0], next[1], next[2], next[3], b.z, b.w);
+        for (int n = 0; n < COUNT; ++n) {
+          const unsigned char* from = n < NT ? q + n * 8 * Q_STRIDE * 2 : q + other + (n - NT) * 8 * Q_STRIDE * 2;
+          const uint4 b = *reinterpret_cast<const uint4*>(from + (run * RUN_STEPS + which * STEPS + step) * 32);
+          mma_f16(to[n], a[0], a[1], a[2], a[3], b.x, b.y);
+          mma_f16(to[n], next[0], next[1], next[2], next[3], b.z, b.w);
         }
       }
+    }
+  }
+
+  // One of the two runs with this warp's columns and those of the warp that has the same keys; then the other's products with its own.
+  __device__ __forceinline__ void score_halved(const unsigned char* keys, float (&scores)[NT][4]) const {
+    const Place here;
+    const int g = here.g, c = here.c, low = here.key_warp * 16 + g, share = here.first_tile / NT, run = share & 1, step = run ? -NT : NT;
+    float part[2 * NT][4];
+#pragma unroll
+    for (int n = 0; n < 2 * NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
+    multiply<2 * NT>(keys, shared + M::Q + (here.first_tile * 8 + g) * Q_STRIDE * 2 + 16 * c, step * 8 * Q_STRIDE * 2, low, run, c, part);
+    float4* places = reinterpret_cast<float4*>(shared + M::EXCHANGE) + thread_index() % 32;
+    float4* mine = places + (share * KEY_WARPS + here.key_warp) * NT * 32;
+    const float4* theirs = places + ((share ^ 1) * KEY_WARPS + here.key_warp) * NT * 32;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) mine[32 * n] = make_float4(part[NT + n][0], part[NT + n][1], part[NT + n][2], part[NT + n][3]);
+    group_barrier<SHARED_KEYS>(1 + (share >> 1) * KEY_WARPS + here.key_warp, 64);
+    const float norm[2][2] = {{KeyRun<1>::norm(keys, low, 0), KeyRun<1>::norm(keys, low + 8, 0)}, {KeyRun<1>::norm(keys, low, 1), KeyRun<1>::norm(keys, low + 8, 1)}};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const float4 got = theirs[32 * n];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float first = run ? get(got, i) : part[n][i], second = run ? part[n][i] : get(got, i);
+        scores[n][i] = fmaf(second, norm[1][i / 2], fmaf(first, norm[0][i / 2], 0.0f));
+      }
+    }
+  }
+
+  // Products of the warp's 16 keys with the queries.
+  __device__ __forceinline__ void score_whole(const unsigned char* keys, float (&scores)[NT][4]) const {
+    const Place here;
+    const int g = here.g, c = here.c, low = here.key_warp * 16 + g;
+    const unsigned char* q = shared + M::Q + (here.first_tile * 8 + g) * Q_STRIDE * 2 + 16 * c;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) scores[n][0] = scores[n][1] = scores[n][2] = scores[n][3] = 0.0f;
+    constexpr int RUNS_AT_ONCE = NT < 3 ? RUNS : 1;   // registers
+    float part[NT][4];
+#pragma unroll RUNS_AT_ONCE
+    for (int run = 0; run < RUNS; ++run) {
+      if constexpr (TURNED_KEYS)
+#pragma unroll
+        for (int n = 0; n < NT; ++n) part[n][0] = part[n][1] = part[n][2] = part[n][3] = 0.0f;
+      multiply<NT>(keys, q, 0, low, run, c, TURNED_KEYS ? part : scores);
       if constexpr (TURNED_KEYS) {
-        const float first = KeyRun::norm(keys, low, run), second = KeyRun::norm(keys, low + 8, run);
+        const float first = KeyRun<1>::norm(keys, low, run), second = KeyRun<1>::norm(keys, low + 8, run);
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) scores[n][i] = fmaf(part[n][i], i < 2 ? first : second, scores[n][i]);
       }
     }
+  }
+
+  // Scores of the warp's 16 keys, and the largest score of each column, in powers of two. start: position of the tile; turn: 0 or 1 by
+  // turns.
+  __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, int turn, float (&scores)[NT][4]) const {
+    if constexpr (M::HALVED) score_halved(keys, scores);
+    else score_whole(keys, scores);
+    const Place here;
+    const int g = here.g, c = here.c, low = here.key_warp * 16 + g;
     const bool whole = start + KEYS - 1 <= item.position && start >= p.first_position;   // every row sees every key
     if (!whole) {
 #pragma unroll
@@ -169,12 +226,19 @@ template <int ROWS> struct Columns {
       }
       const float2 factor = *reinterpret_cast<const float2*>(at(M::FACTOR) + column);
       uint32_t* target = weights + n * 8 * (KEYS / 2);
-      float change[2];
+      float before[2], now[2], change[2];
+      if constexpr (M::HALVED) {
+        const float2 two = *reinterpret_cast<const float2*>(at(M::TOP) + (turn ^ 1) * COLUMNS + column);
+        before[0] = two.x, before[1] = two.y;
+      } else {
+        before[0] = top[n][0], before[1] = top[n][1];
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float now = fmaxf(top[n][i], i ? largest.y : largest.x), shift = now == -INFINITY ? 0.0f : now;
-        change[i] = now == top[n][i] ? 1.0f : exp2_quick(top[n][i] - now);
-        top[n][i] = now;
+        now[i] = fmaxf(before[i], i ? largest.y : largest.x);
+        const float shift = now[i] == -INFINITY ? 0.0f : now[i];
+        change[i] = now[i] == before[i] ? 1.0f : exp2_quick(before[i] - now[i]);
+        if constexpr (!M::HALVED) top[n][i] = now[i];
         float weight[2];
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) weight[upper] = exp2_quick(fmaf(scores[n][i + 2 * upper], i ? factor.y : factor.x, -shift));
@@ -192,7 +256,10 @@ template <int ROWS> struct Columns {
         }
         sum[n][i] = fmaf(sum[n][i], change[i], __fadd_rn(weight[0], weight[1]));
       }
-      if (here.key_warp == 0 && g == 0) *reinterpret_cast<float2*>(at(M::CHANGE) + turn % M::P_BUFFERS * COLUMNS + column) = make_float2(change[0], change[1]);
+      if (here.key_warp == 0 && g == 0) {
+        *reinterpret_cast<float2*>(at(M::CHANGE) + turn % M::P_BUFFERS * COLUMNS + column) = make_float2(change[0], change[1]);
+        if constexpr (M::HALVED) *reinterpret_cast<float2*>(at(M::TOP) + turn * COLUMNS + column) = make_float2(now[0], now[1]);
+      }
     }
   }
 
@@ -266,7 +333,10 @@ template <int ROWS> struct Columns {
           float total = at(M::LARGEST)[column];
 #pragma unroll
           for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
-          if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(top[n][i], total);
+          float largest;
+          if constexpr (M::HALVED) largest = at(M::TOP)[((item.end - item.start - 1) / KEYS & 1) * COLUMNS + column];
+          else largest = top[n][i];
+          if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(largest, total);
         }
   }
 
@@ -293,10 +363,10 @@ template <int ROWS> struct Columns {
     copy_async_commit();
   }
 
-  // Round j takes the scores of tile j, weighs it (not pipelined: tile j - 1, before) and adds the values of tile j - 1. Returns, to the first thread, what
-  // the counter said. waits: this is the block's first item, which an earlier kernel may still make; keys of earlier passes are
+  // Round j takes the scores of tile j, weighs it (not pipelined: tile j - 1, before) and adds the values of tile j - 1. The block's next item is asked
+  // for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of earlier passes are
   // fetched before that.
-  __device__ __forceinline__ int attend(const Item& item, bool waits) {
+  __device__ __forceinline__ void attend(Item& item, bool waits) {
     const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS);
     const bool all_old = item.end <= item.position;
     float scores[NT][4];
@@ -314,11 +384,14 @@ template <int ROWS> struct Columns {
     }
     if (waits && all_old) wait_for_earlier();
     if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
-    if (tiles == 0) return taken;
-    load_queries(item);
-    clear();
-    copy_async_wait<0>();
+    if (tiles > 0) {
+      load_queries(item);
+      clear();
+      copy_async_wait<0>();
+    }
+    if (threadIdx.x == 0) item.next = gridDim.x + taken;
     __syncthreads();
+    if (tiles == 0) return;
 #pragma unroll 1
     for (int tile = 0; tile <= tiles; ++tile) {
       const int before = tile - 1;
@@ -342,6 +415,5 @@ template <int ROWS> struct Columns {
       }
     }
     store(item);
-    return taken;
   }
 };

@@ -96,14 +96,14 @@ template <int ROWS> struct Columns {
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) part[h][n][0] = part[h][n][1] = part[h][n][2] = part[h][n][3] = 0.0f;
     if (KEY_GROUPS % 2) finish<0>(0), finish<0>(1);   // turns do not come out even
-    KeyRun keep;
+    KeyRun<1> keep;
 #pragma unroll
     for (int group = 0; group < KEY_GROUPS; ++group) {
       uint32_t (&a)[AT_ONCE][4] = operand[group % 2];
 #pragma unroll
       for (int s = 0; s < AT_ONCE; ++s) {
         const int step = group * AT_ONCE + s;
-        if (step % RUN_STEPS == 0) keep.read(keys, low, step / RUN_STEPS, c);
+        if (step % RUN_STEPS == 0) keep.read(keys, low, step / RUN_STEPS, 0, c);
         keep.expand(step % RUN_STEPS, pairs, a[s]);
       }
       warpgroup_begin();
@@ -122,7 +122,7 @@ template <int ROWS> struct Columns {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper)
 #pragma unroll
-        for (int h = 0; h < PARTS; ++h) norm[upper][h] = KeyRun::norm(keys, low + 8 * upper, h);
+        for (int h = 0; h < PARTS; ++h) norm[upper][h] = KeyRun<1>::norm(keys, low + 8 * upper, h);
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n)
 #pragma unroll
@@ -326,9 +326,9 @@ template <int ROWS> struct Columns {
     copy_async_commit();
   }
 
-  // Returns, to the first thread, what the counter said. waits: this is the block's first item, which an earlier kernel may still make; keys of
+  // The block's next item is asked for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of
   // earlier passes are fetched before that.
-  __device__ __forceinline__ int attend(const Item& item, bool waits) {
+  __device__ __forceinline__ void attend(Item& item, bool waits) {
     const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS), warp = thread_index() / 32;
     const bool all_old = item.end <= item.position;
     int taken = 0;
@@ -337,12 +337,15 @@ template <int ROWS> struct Columns {
     for (int tile = -2; tile < 0; ++tile) refill(item, tile);
     if (waits && all_old) wait_for_earlier();
     if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
-    if (tiles == 0) return taken;
-    load_queries(item);
-    clear();
-    publish_shared();
-    copy_async_wait<TURNED_VALUES ? 0 : 1>();
+    if (tiles > 0) {
+      load_queries(item);
+      clear();
+      publish_shared();
+      copy_async_wait<TURNED_VALUES ? 0 : 1>();
+    }
+    if (threadIdx.x == 0) item.next = gridDim.x + taken;
     __syncthreads();
+    if (tiles == 0) return;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const int start = item.start + tile * KEYS;
@@ -375,6 +378,5 @@ template <int ROWS> struct Columns {
 #pragma unroll
     for (int t = 0; t < DIM_TILES; ++t) warpgroup_settle(out[t]);
     store(item);
-    return taken;
   }
 };

@@ -75,10 +75,10 @@ __device__ __forceinline__ float take_word(uint32_t* at) {
   return __uint_as_float(~bits);
 }
 
-// A barrier of some warps of a block; id 1 or 2 (constants, or a block would hold all 16).
-__device__ __forceinline__ void group_barrier(int id, int threads) {
-  if (id == 1) asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-  else asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+// A barrier of some warps of a block; ids from 1 on (constants, or a block would hold all 16), LAST the largest of them.
+template <int LAST = 2> __device__ __forceinline__ void group_barrier(int id, int threads) {
+  if (id == LAST) asm volatile("bar.sync %0, %1;" ::"n"(LAST), "r"(threads) : "memory");
+  else if constexpr (LAST > 1) group_barrier<LAST - 1>(id, threads);
 }
 
 __device__ __forceinline__ uint16_t half_from_float(float value) { return __half_as_ushort(__float2half_rn(value)); }

@@ -157,7 +157,7 @@ template <class T> T exchange(T value, int source) {
 
 #define SHARED_BYTES(name) unsigned char* name = emulated::dynamic_shared
 inline void __syncthreads() { emulated::block_barrier(); }
-inline void group_barrier(int id, int threads) { emulated::group_barrier(id, threads); }
+template <int LAST = 2> inline void group_barrier(int id, int threads) { emulated::group_barrier(id, threads); }
 inline void __syncwarp() { emulated::warp_barrier(); }
 inline void __threadfence() {}
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
