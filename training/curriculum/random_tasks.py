@@ -256,6 +256,10 @@ def random_extraction(rng: random.Random) -> Example:
     bare = rng.choice(list(record)) if rng.random() < 0.3 else None  # one value without its key: what is left for it is it
     told = [_filled(rng, "{v}" if key == bare else shape, k=key, v=value if isinstance(value, str) else json.dumps(value))
             for key, value in rng.sample(list(record.items()), len(record))]
+    if bare is not None and rng.random() < 0.5:  # it comes first, as the title of the rest
+        title = record[bare] if isinstance(record[bare], str) else json.dumps(record[bare])
+        told = [text for text in told if text != title]
+        told = [f"{title}{rng.choice((': ', ': ', ', ', ' - ', ' ', ', '))}{rng.choice(('', any_word(rng) + ' '))}{told[0]}", *told[1:]] if told else [title]
     joint = rng.choice((", ", "; ", ". ", "\n", " and ", f" {any_word(rng)} "))
     before = capital(rng, rng.choice((f"{words(rng, 1, 5)} ", f"{words(rng, 1, 3)}: "))) if rng.random() < 0.5 else ""
     body = before + joint.join(told) + rng.choice((".", "", f" {words(rng, 1, 5)}."))
