@@ -39,9 +39,6 @@ class Mixers:
 
     def __init__(self, backend) -> None:
         self._backend = backend
-        self._deferred: dict[int, tuple[int, int, int, int]] = {}
-        self._table = 0
-        self._table_of: list[int] = []
         self._gated: dict[int, cuda_args.Delta] = {}
 
     def delta(self, y: CudaBuffer, layer, o: CudaBuffer) -> None:
@@ -74,7 +71,6 @@ class Mixers:
             if batch.num_rows > state.max_record_rows:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
-            self._deferred[layer.delta_index] = (args.conv, args.a, args.dt_bias, args.norm)
         defines = backend.defines["delta_step"]
         grid = (heads * defines["SLICES"], batch.num_seqs)
         backend.launch("delta_step", "delta_step", grid, delta_threads(defines), 0, args)
@@ -114,20 +110,12 @@ class Mixers:
         backend, state = self._backend, self._backend.state
         if not state.num_delta_layers:
             return
-        if len(self._deferred) != state.num_delta_layers:
-            raise Q27Error(f"commit: {len(self._deferred)} delta layers were recorded, expected {state.num_delta_layers}.")
-        pointers = [value for index in range(state.num_delta_layers) for value in self._deferred[index]]
-        if pointers != self._table_of:
-            self._table = backend.scratch.table
-            backend.device.upload(self._table, np.array(pointers, np.uint64))
-            self._table_of = pointers
         geometry = state.geometry
         args = self._delta_args(batch, area)
         args.y, args.y_stride, args.record_stride = state.record, state.record_row, state.max_record_rows * state.record_row
-        args.beta_offset, args.alpha_offset = state.channels, state.channels + geometry.delta_value_heads
-        args.accepted, args.layer_weights = accepted, self._table
+        args.accepted = accepted
         defines = backend.defines["delta_step"]
-        threads = delta_threads(defines)
+        dim = defines["DELTA_DIM"]
         grid = (geometry.delta_value_heads * defines["SLICES"], batch.num_seqs, state.num_delta_layers)
-        backend.launch("delta_step", "delta_step", grid, threads, 0, args)
+        backend.launch("delta_step", "delta_fold", grid, dim // defines["SLICES"] // defines["LANE_COLUMNS"] * (dim // 16), 0, args)
         backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs, state.num_delta_layers), 256, 0, args)

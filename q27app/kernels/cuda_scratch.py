@@ -12,7 +12,6 @@ from q27app.kernels.cuda_weights import BORDER_BYTES
 from q27app.kernels.memory import Arena, CudaBuffer
 
 
-MAX_DELTA_LAYERS = 1024
 PAIRS = 32
 """Numbers of a row's share of the matrices of its block of positions (delta_chunk.cu)."""
 
@@ -30,8 +29,6 @@ class Scratch:
         self.border = arena.take_zeros((card.num_sms + 1) * BORDER_BYTES)
         """What blocks of the row family leave to the next ones."""
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
-        self.table = arena.take(4 * 8 * MAX_DELTA_LAYERS)
-        """Pointers of the delta layers' small weights, for a commit."""
         self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
         self.attend_counters = arena.take_zeros(4 * COUNTERS)
         self.part_ml = arena.take(ATTEND_ROWS * self.max_splits * heads * 8)

@@ -21,9 +21,9 @@ TURNED_HEAD = 256
 
 
 def record_row(geometry) -> int:
-    """Floats of a deferred row: its channels, beta and alpha."""
+    """Floats of a deferred row (RECORD in delta_step.cu): its channels, its keys after their norms, what each column learns, decays."""
     heads = geometry.delta_value_heads
-    return (2 * geometry.delta_key_heads + heads) * geometry.delta_head_dim + 2 * heads
+    return -(-((3 * geometry.delta_key_heads + 2 * heads) * geometry.delta_head_dim + heads) // 4) * 4
 
 
 class CudaState:

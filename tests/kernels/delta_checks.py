@@ -67,6 +67,19 @@ class DeltaBench:
             found.append(self.backend.download(out))
         return np.concatenate(found)
 
+    def slot_after(self, y: np.ndarray, drafted: int, accepted: int) -> np.ndarray:
+        """The slot after rows y: decoded one by one, or, with drafted rows, after `accepted` of the last `drafted` in a deferred pass."""
+        state, backend, ahead = self.backend.allocate_state(self.config, 1, 1, "fp16", 1, 8, 16), self.backend, len(y) - drafted
+        for at, count in [*((at, 1) for at in range(ahead)), *([(ahead, drafted)] if drafted else [])]:
+            backend.device.upload(self.y.address, y[at:at + count])
+            deferred = at == ahead
+            backend.begin(make_batch("verify" if deferred else "decode", [[0] * count], [at], [0], [list(range(8))], deferred=deferred), state)
+            backend.delta(self.y.rows(count), self.layer, self.out.rows(count))
+            backend._mixers.finish_gated(self.out.rows(count))
+        if drafted:
+            backend.commit(np.array([accepted], np.int32))
+        return state.export_slot(0)
+
     def expected(self, y: np.ndarray) -> np.ndarray:
         heads, dim = self.config.delta_value_heads, self.config.delta_head_dim
         window, state = np.zeros((3, self.channels), np.float32), np.zeros((heads, dim, dim), np.float32)
@@ -92,3 +105,11 @@ def check_steps(bench: DeltaBench, count: int, sizes: tuple[int, ...]) -> float:
         if not np.array_equal(other, found[0]):
             raise AssertionError(f"bits changed in passes of {size} rows")
     return relative_error(found[0], bench.expected(y))
+
+
+def check_fold(bench: DeltaBench, before: int, drafted: int) -> None:
+    """What a commit leaves of `drafted` rows behind `before` others has the bits of rows that were decoded one by one."""
+    y = bench.rows(before + drafted)
+    for accepted in (1, 2, drafted // 2, drafted):
+        if not np.array_equal(bench.slot_after(y, drafted, accepted), bench.slot_after(y[:before + accepted], 0, 0)):
+            raise AssertionError(f"{accepted} of {drafted} rows left another state")

@@ -18,15 +18,14 @@ struct Delta {
   const int* row_starts;
   const int* slot_ids;
   const int* accepted;        // commit: rows to fold of each sequence; else null
-  float* record;              // deferred: [rows, CHANNELS + 2 VALUE_HEADS]; else null
-  float* out;                 // [rows, out_stride]; the row family leaves out the gated norm; null in a commit
+  float* record;              // deferred: [rows, RECORD] (delta_step.cu); else null
+  float* out;                 // [rows, out_stride]; the row family leaves out the gated norm
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
   float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay and beta, then products of decays (delta_chunk.cu)
   float* pairs;               // prefill: [rows, VALUE_HEADS, 32] (delta_chunk.cu)
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
-  const float* const* layer_weights;                           // commit: [layers, 4] conv, a, dt_bias, norm
   const int* keeps;                                            // prefill: [num_keeps, 3] sequence, rows, slot
   int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred, num_keeps;
   float eps;

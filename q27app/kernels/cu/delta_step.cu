@@ -1,9 +1,10 @@
-// delta_step: convolution, gates and gated delta rule for few rows of each sequence; folds rows in a commit.
+// delta_step: convolution, gates and gated delta rule for few rows of each sequence. delta_fold: accepted rows of a deferred pass.
 // Reference: reference.delta      Used by: layers.run_layer, Backend.commit
 // Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> out [rows, Nv Dv] f32 before the gated norm; state [Nv, Dv, Dk] f32 and
 //            window [4, C] of a slot
 // Layout:    delta.cuh
-// Launch:    delta_step grid (value heads * SLICES, seqs, layers), block (BLOCK_THREADS), static shared memory;
+// Launch:    delta_step grid (value heads * SLICES, seqs), block (BLOCK_THREADS), static shared memory; delta_fold grid
+//            (value heads * SLICES, seqs, layers), block (DELTA_THREADS);
 //            delta_window grid (channels / 256, seqs, layers), block (256); delta_gate grid (rows), block (256)
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH, SLICES, LANE_COLUMNS    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
@@ -20,7 +21,10 @@ constexpr int COLUMNS = DIM / SLICES;                        // value dims of a 
 constexpr int DELTA_THREADS = COLUMNS / LANE_COLUMNS * LANES;
 static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "lanes of a column are a power of two");
 static_assert(DELTA_THREADS % 32 == 0 && DELTA_THREADS <= 1024 && DIM % SLICES == 0, "block size");
-constexpr int MAX_ROWS = 16, RECORD = CHANNELS + 2 * VALUE_HEADS;
+constexpr int MAX_ROWS = 16;
+// Floats of a deferred row: raw channels for the window, keys after their norms, d of every column, decays.
+constexpr int KEYS_AT = CHANNELS, STEPS_AT = KEYS_AT + KEY_HEADS * DIM, DECAYS_AT = STEPS_AT + VALUE_HEADS * DIM;
+constexpr int RECORD = (DECAYS_AT + VALUE_HEADS + 3) / 4 * 4;
 
 // l2 norms of a query and a key in place; one warp. Every lane gets their product.
 __device__ __forceinline__ float normalize_pair(float* query, float* key) {
@@ -79,7 +83,7 @@ template <int NUM> struct Columns {
   }
   // One row; every lane of a column gets its o. Both products are of the state before the row, so that one exchange between
   // lanes is on the way to the next row: q . (decay S + k d) = decay (q . S) + (q . k) d.
-  __device__ __forceinline__ void step(const Row<NUM>& row, float (&o)[NUM]) {
+  __device__ __forceinline__ void step(const Row<NUM>& row, float (&o)[NUM], float (&d)[NUM]) {
     float guess[NUM], read[NUM];
 #pragma unroll
     for (int c = 0; c < NUM; ++c) {
@@ -107,11 +111,14 @@ template <int NUM> struct Columns {
       }
 #pragma unroll
     for (int c = 0; c < NUM; ++c) {
-      const float d = __fmul_rn(row.gates.y, fmaf(-row.gates.x, guess[c], row.v[c]));
-      o[c] = fmaf(row.gates.x, read[c], __fmul_rn(row.gates.z, d));
-#pragma unroll
-      for (int i = 0; i < VALUES; ++i) s[c][i] = fmaf(get(row.k[i / 4], i % 4), d, __fmul_rn(s[c][i], row.gates.x));
+      d[c] = __fmul_rn(row.gates.y, fmaf(-row.gates.x, guess[c], row.v[c]));
+      o[c] = fmaf(row.gates.x, read[c], __fmul_rn(row.gates.z, d[c]));
+      advance(c, row.k, d[c], row.gates.x);
     }
+  }
+  __device__ __forceinline__ void advance(int c, const float4 (&k)[VALUES / 4], float d, float decay) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) s[c][i] = fmaf(get(k[i / 4], i % 4), d, __fmul_rn(s[c][i], decay));
   }
 };
 
@@ -156,10 +163,7 @@ __device__ __forceinline__ void prepare_gates(const Delta& p, Inputs& in, const 
   const float alpha = __ldcg(row + p.alpha_offset + head), beta = __ldcg(row + p.beta_offset + head);
   in.gates[r][0] = decay_of(alpha, a[head], dt_bias[head]);
   in.gates[r][1] = sigmoid(beta);
-  if (p.deferred && slice == 0) {
-    float* target = p.record + (long long)(span.first + r) * RECORD + CHANNELS + head;
-    target[0] = beta, target[VALUE_HEADS] = alpha;
-  }
+  if (p.deferred && slice == 0) p.record[(long long)(span.first + r) * RECORD + DECAYS_AT + head] = in.gates[r][0];
 }
 
 __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& span, const float* y, float* window, int head, int slice,
@@ -191,47 +195,85 @@ __device__ __forceinline__ void prepare(const Delta& p, Inputs& in, const Span& 
     if (threadIdx.x % 32 == 0) in.gates[r][2] = product;
   }
   __syncthreads();
+  if (p.deferred && head < KEY_HEADS && slice == 0 && i < DIM)
+    for (int r = 0; r < span.rows; ++r) p.record[(long long)(span.first + r) * RECORD + KEYS_AT + head * DIM + i] = in.k[r][i];
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCK_THREADS <= 288 ? 2 : 1) delta_step(const __grid_constant__ Delta p) {
   __shared__ Inputs in;
-  const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES;
-  const int layer = p.layer + blockIdx.z, slot = p.slot_ids[blockIdx.y];
+  const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, slot = p.slot_ids[blockIdx.y];
   allow_next();
   const bool has_state = threadIdx.x < DELTA_THREADS;
   const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
-  float* state = state_of(p, slot, layer, head) + (long long)(slice * COLUMNS + column) * DIM;
-  float* window = window_of(p, slot, layer);
+  float* state = state_of(p, slot, p.layer, head) + (long long)(slice * COLUMNS + column) * DIM;
+  float* window = window_of(p, slot, p.layer);
   Columns<LANE_COLUMNS> s;
   if (has_state) s.load(state, j);
-  const float* conv = p.layer_weights ? p.layer_weights[4 * layer] : p.conv;
-  const float* a = p.layer_weights ? p.layer_weights[4 * layer + 1] : p.a;
-  const float* dt_bias = p.layer_weights ? p.layer_weights[4 * layer + 2] : p.dt_bias;
   Taps taps;
-  taps.load(conv, window, p.positions[p.row_starts[blockIdx.y]], channel_of(min((int)threadIdx.x, BLOCK_CHANNELS - 1), head, slice));
+  taps.load(p.conv, window, p.positions[p.row_starts[blockIdx.y]], channel_of(min((int)threadIdx.x, BLOCK_CHANNELS - 1), head, slice));
   wait_for_earlier();
   const Span span = span_of(p, blockIdx.y);
   if (span.rows <= 0) return;
-  const float* y = p.y + blockIdx.z * p.record_stride + (long long)span.first * p.y_stride;
-  prepare(p, in, span, y, window, head, slice, taps, a, dt_bias);
+  prepare(p, in, span, p.y + (long long)span.first * p.y_stride, window, head, slice, taps, p.a, p.dt_bias);
   if (!has_state) return;
-  float* out = p.out ? p.out + (long long)span.first * p.out_stride + head * DIM + slice * COLUMNS + column : nullptr;
+  const int place = head * DIM + slice * COLUMNS + column;
+  float* out = p.out + (long long)span.first * p.out_stride + place;
+  float* record = p.deferred ? p.record + (long long)span.first * RECORD + STEPS_AT + place : nullptr;
   Row<LANE_COLUMNS> row;
   row.load(in, 0, column, j);
 #pragma unroll 2
   for (int r = 0; r < span.rows; ++r) {
-    float o[LANE_COLUMNS];
+    float o[LANE_COLUMNS], d[LANE_COLUMNS];
     Row<LANE_COLUMNS> next;
     next.load(in, min(r + 1, span.rows - 1), column, j);
-    s.step(row, o);
+    s.step(row, o, d);
     row = next;
-    if (!out) continue;
 #pragma unroll
     for (int c = 0; c < LANE_COLUMNS; ++c)
-      if (j == c) out[c] = o[c];
+      if (j == c) {
+        out[c] = o[c];
+        if (record) record[c] = d[c];
+      }
     out += p.out_stride;
+    if (record) record += RECORD;
   }
   if (!p.deferred) s.store(state, j);
+}
+
+struct __align__(16) Recorded {
+  float k[MAX_ROWS][DIM], d[MAX_ROWS][COLUMNS], decay[MAX_ROWS];
+};
+
+// The state after the accepted rows of a deferred pass, with the bits that they would have left there: what depends on the state is
+// recorded, so rows follow each other without an exchange between lanes.
+extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_fold(const __grid_constant__ Delta p) {
+  __shared__ Recorded in;
+  const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, layer = blockIdx.z;
+  allow_next();
+  const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
+  float* state = state_of(p, p.slot_ids[blockIdx.y], layer, head) + (long long)(slice * COLUMNS + column) * DIM;
+  Columns<LANE_COLUMNS> s;
+  s.load(state, j);
+  wait_for_earlier();
+  const Span span = span_of(p, blockIdx.y);
+  if (span.rows <= 0) return;
+  const float* record = p.y + layer * p.record_stride + (long long)span.first * RECORD;
+  for (int i = threadIdx.x; i < span.rows * DIM / 4; i += DELTA_THREADS) {
+    const int r = i / (DIM / 4), at = i % (DIM / 4);
+    reinterpret_cast<float4*>(in.k[r])[at] = __ldcg(reinterpret_cast<const float4*>(record + r * RECORD + KEYS_AT + head % KEY_HEADS * DIM) + at);
+  }
+  for (int i = threadIdx.x; i < span.rows * COLUMNS; i += DELTA_THREADS)
+    in.d[i / COLUMNS][i % COLUMNS] = __ldcg(record + i / COLUMNS * RECORD + STEPS_AT + head * DIM + slice * COLUMNS + i % COLUMNS);
+  if (threadIdx.x < span.rows) in.decay[threadIdx.x] = __ldcg(record + threadIdx.x * RECORD + DECAYS_AT + head);
+  __syncthreads();
+  for (int r = 0; r < span.rows; ++r) {
+    float4 k[VALUES / 4];
+#pragma unroll
+    for (int i = 0; i < VALUES / 4; ++i) k[i] = reinterpret_cast<const float4*>(in.k[r])[j + LANES * i];
+#pragma unroll
+    for (int c = 0; c < LANE_COLUMNS; ++c) s.advance(c, k, in.d[r][column + c], in.decay[r]);
+  }
+  s.store(state, j);
 }
 
 // After several rows in place: keep the inputs that the next rows look back on.
@@ -240,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(256) delta_window(const __grid_cons
   wait_for_earlier();
   const Span span = span_of(p, blockIdx.y);
   const int layer = p.layer + blockIdx.z, channel = blockIdx.x * 256 + threadIdx.x;
-  if (span.rows <= 0 || channel >= CHANNELS || (span.rows == 1 && !p.layer_weights)) return;
+  if (span.rows <= 0 || channel >= CHANNELS || (span.rows == 1 && !p.accepted)) return;
   const float* y = p.y + blockIdx.z * p.record_stride + (long long)span.first * p.y_stride;
   advance_window(window_of(p, span.slot, layer), y, p.y_stride, span.rows, span.position, channel);
 }
