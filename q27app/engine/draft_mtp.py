@@ -130,7 +130,7 @@ class MtpDrafter:
         for chain in chains:
             chain.look(self._vocab_size)
         left = [1 if chain.is_over else chain.limit - len(chain.drafts) for chain in chains]
-        steps = 1 if any(chain.mask is not None for chain in chains) else min(self._steps_at_once, max(left))
+        steps = min(self._most_at_once(chains), max(left))
         limits = np.minimum(left, steps).astype(np.int32)
         rows = [LogitRow(chain.params, chain.place + 1, chain.sequence.counts, tuple(chain.drafts), chain.mask)
                 for chain in chains]
@@ -141,6 +141,9 @@ class MtpDrafter:
             self._on_step((time.monotonic() - started) * 1e3 / steps, is_narrow)
         for chain, tokens, margins in zip(chains, drafted.tokens.T.tolist(), drafted.margins.T.tolist(), strict=True):
             chain.take(tokens, margins, self._min_margin)
+
+    def _most_at_once(self, chains: list[Chain]) -> int:
+        return 1 if any(chain.mask is not None for chain in chains) else self._steps_at_once
 
     def _batch(self, chains: list[Chain], limits: np.ndarray) -> Batch:
         """A row a chain; a chain that has ended repeats its last token, and nobody looks at what comes of it."""
