@@ -264,11 +264,13 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
     };
     by_kind(begin);
     if (round == 0) {
+      Norm<SOURCE> norm;
+      norm.load(p.rows_in);
       wait_for_earlier();
       if constexpr (S::FUSED) {
 #pragma unroll 1
         for (int row = 0; row < p.rows; ++row)
-          stage_row<SOURCE>(p.rows_in, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, reinterpret_cast<float*>(m.starts), row}, m.inverse + row);
+          stage_row<SOURCE>(p.rows_in, norm, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, reinterpret_cast<float*>(m.starts), row}, m.inverse + row);
         __syncthreads();
       } else {
         touch<S>(p, way.unit, way.left * 4, lane);
@@ -319,8 +321,10 @@ LINEAR_ROWS(linear_rows_wide_gate_up, HALVES, GATE_UP, 2)
 template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   __shared__ float stats[2 * WARPS];
   allow_next();
+  Norm<SOURCE> norm;
+  norm.load(p);
   wait_for_earlier();
-  stage_row<SOURCE>(p, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
+  stage_row<SOURCE>(p, norm, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) stage_plain(const __grid_constant__ Rows p) { stage_all<PLAIN>(p); }

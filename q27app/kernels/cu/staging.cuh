@@ -41,44 +41,66 @@ struct FragmentOrder {
   __device__ __forceinline__ float* start(int unit) const { return starts + (unit * row_groups + (row >> 3)) * 16 + (row & 6) * 2 + (row & 1); }
 };
 
-// Four columns of a row before the scale; squares: of what the norm is over.
-template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows& p, const float4* x, const float4* gate, int k, float& squares) {
-  float4 v = x[k];
+// Pieces of 2,048 columns that stay in registers between the two passes over a row, and what of the norm the thread needs for them.
+template <int SOURCE> struct Norm {
+  static constexpr int KEEP = SOURCE == PLAIN ? 9 : 3, WEIGHTS = SOURCE == NORMED ? KEEP : 1;
+  float4 weights[WEIGHTS];
+  __device__ __forceinline__ void load(const Rows& p) {   // before the kernel in front has ended: nobody writes it
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; ++i) {
+      const int k = SOURCE == GATED ? threadIdx.x % (GATED_HEAD / 4) : threadIdx.x + i * THREADS;
+      weights[i] = make_float4(0, 0, 0, 0);
+      if ((SOURCE == NORMED || SOURCE == GATED) && k < (SOURCE == GATED ? GATED_HEAD : p.cols) / 4) weights[i] = reinterpret_cast<const float4*>(p.norm)[k];
+    }
+  }
+  __device__ __forceinline__ float4 at(const Rows& p, int i, int k) const {   // piece i, or one that is not kept
+    return SOURCE == GATED ? weights[0] : i < WEIGHTS ? weights[i] : reinterpret_cast<const float4*>(p.norm)[k];
+  }
+};
+
+// Four columns of a row before the scale; z: GATED's; squares: of what the norm is over.
+template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows& p, const Norm<SOURCE>& norm, float4 v, const float4& z, int i, int k, float& squares) {
   squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
   if constexpr (SOURCE == NORMED) {
-    const float4 w = reinterpret_cast<const float4*>(p.norm)[k];
+    const float4 w = norm.at(p, i, k);
     v.x = __fmul_rn(v.x, w.x), v.y = __fmul_rn(v.y, w.y), v.z = __fmul_rn(v.z, w.z), v.w = __fmul_rn(v.w, w.w);
   }
   if constexpr (SOURCE == GATED) {
-    const float4 w = reinterpret_cast<const float4*>(p.norm)[k % (GATED_HEAD / 4)], z = gate[k];
+    const float4 w = norm.at(p, i, k);
     const float rms = rsqrtf(warp_sum(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, __fmul_rn(v.w, v.w))))) / (float)GATED_HEAD + p.eps);
     v.x = __fmul_rn(__fmul_rn(__fmul_rn(v.x, rms), w.x), silu(z.x)), v.y = __fmul_rn(__fmul_rn(__fmul_rn(v.y, rms), w.y), silu(z.y));
     v.z = __fmul_rn(__fmul_rn(__fmul_rn(v.z, rms), w.z), silu(z.z)), v.w = __fmul_rn(__fmul_rn(__fmul_rn(v.w, rms), w.w), silu(z.w));
   }
   return v;
 }
+__device__ __forceinline__ float largest_of(const float4& v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 
 // One row by a block of THREADS. stats: [2 WARPS] shared floats.
 template <int SOURCE, class Target>
-__device__ __forceinline__ void stage_row(const Rows& p, int row, float* stats, const Target& target, float* inverse) {
-  constexpr int KEEP = SOURCE == PLAIN ? 5 : SOURCE == GATED ? 2 : 3;   // pieces of 2,048 columns that stay in registers between the two passes
+__device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse) {
+  constexpr int KEEP = Norm<SOURCE>::KEEP;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, part = thread % 16;
   const int source = p.row_map ? p.row_map[row] : row, cols4 = p.cols / 4;
   const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
   const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
   float squares = 0.0f, largest = 0.0f;
-  float4 kept[KEEP];
+  float4 kept[KEEP], gates[SOURCE == GATED ? KEEP : 1];
+#pragma unroll
+  for (int i = 0; i < KEEP; ++i) {   // all of them on their way before the first is needed
+    const int k = thread + i * THREADS;
+    kept[i] = make_float4(0, 0, 0, 0);
+    if (k < cols4) kept[i] = x[k];
+    if (SOURCE == GATED && k < cols4) gates[i] = gate[k];
+  }
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
     const int k = thread + i * THREADS;
-    kept[i] = make_float4(0, 0, 0, 0);
-    if (k < cols4) kept[i] = staged_value<SOURCE>(p, x, gate, k, squares);
-    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(kept[i].x), fabsf(kept[i].y)), fmaxf(fabsf(kept[i].z), fabsf(kept[i].w))));
+    if (SOURCE != PLAIN && k < cols4) kept[i] = staged_value<SOURCE>(p, norm, kept[i], gates[SOURCE == GATED ? i : 0], i, k, squares);
+    largest = fmaxf(largest, largest_of(kept[i]));
   }
-  for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) {
-    const float4 v = staged_value<SOURCE>(p, x, gate, k, squares);
-    largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
-  }
+  auto again = [&](int k) { return staged_value<SOURCE>(p, norm, x[k], SOURCE == GATED ? gate[k] : make_float4(0, 0, 0, 0), KEEP, k, squares); };
+#pragma unroll 1
+  for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) largest = fmaxf(largest, largest_of(again(k)));
   const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
   largest = warp_max(largest);
   if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
@@ -107,11 +129,9 @@ __device__ __forceinline__ void stage_row(const Rows& p, int row, float* stats, 
 #pragma unroll
   for (int i = 0; i < KEEP; ++i)
     if (i * THREADS < last) convert(thread + i * THREADS, kept[i]);
+#pragma unroll 1
   for (int i = KEEP * THREADS; i < last; i += THREADS) {
     const int k = thread + i;
-    float unused = 0.0f;
-    float4 v = make_float4(0, 0, 0, 0);
-    if (k < cols4) v = staged_value<SOURCE>(p, x, gate, k, unused);
-    convert(k, v);
+    convert(k, k < cols4 ? again(k) : make_float4(0, 0, 0, 0));
   }
 }
