@@ -1,10 +1,12 @@
 """The decode pass behind one that is under way, started before anybody knows what that one draws: its tokens are the draws, which
 the device puts in place. Between two such passes the device does not wait for the host.
 
-A pass may be started so where nothing that is drawn decides what it is: nobody waits, nobody will have drafts, and every part is a
-plain row whose guide, if there is one, takes what is drawn as it is or ends the answer, as far as can be told. A sequence that turns out to have ended has a row in vain: its slot and blocks may have another owner by then, but whatever
-that one does comes later on the device. Only states that prefill computed are kept, so the row leaves nothing behind. Where a guide
-diverts an answer all the same, which is rare, the answer's state is computed again (`Scheduler.rewind`).
+A pass may be started so where nothing that is drawn decides what it computes: nobody waits, nobody will have drafts, and every part is
+a plain row whose guide, if there is one, takes what is drawn as it is or ends the answer, as far as can be told. A sequence that turns
+out to have ended has a row in vain: its slot and blocks may have another owner by then, but whatever that one does comes later on the
+device. Only states that prefill computed are kept, so the row leaves nothing behind. Where a guide begins to constrain what is drawn,
+as at the end of reasoning, the row is drawn again with its mask (`Scheduler.constrain`). Where it diverts an answer all the same,
+which is rare, the answer's state is computed again (`Scheduler.rewind`).
 """
 
 from __future__ import annotations
@@ -36,5 +38,5 @@ def _is_plain(part: Part) -> bool:
 
 
 def _lets_go(guide: Guide | None) -> bool:
-    """What is drawn will stay, and what follows it is drawn freely, unless the answer ends."""
+    """What is drawn will stay, unless the answer ends."""
     return guide is None or (getattr(guide, "is_open", False) and not getattr(guide, "may_divert", True))

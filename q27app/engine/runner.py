@@ -18,6 +18,7 @@ from q27app.engine.request import TokenLogprobs
 from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.sequence import Sequence
 from q27app.engine.work import Drawn, Part, Work
+from q27app.errors import Q27Error
 from q27app.kernels.backend import Backend, Buffer, State
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Keep, Sampled
 
@@ -81,8 +82,7 @@ class Runner:
         batch = make_batch(work, [row for place in places for row in place])
         running = Pass(work, places, self.model.forward(batch, self.state, self.warm_mtp))
         if running.draws:
-            rows = [row for part, place in zip(work.parts, places, strict=True) for row in _logit_rows(part, len(place))]
-            backend.sample(running.logits, sampling_rows(rows, self.vocab_size))
+            self.draw(running)
             if work.is_deferred:
                 backend.accept()
                 if work.commits_what_is_accepted:
@@ -91,10 +91,20 @@ class Runner:
                 self._go_ahead([part.sequence for part in work.parts], [part.num_drafts for part in work.parts])
         return running
 
+    def draw(self, running: Pass) -> None:
+        """Draw from the logits of the newest pass; again, if masks have changed since."""
+        rows = [row for part, place in zip(running.work.parts, running.places, strict=True) for row in _logit_rows(part, len(place))]
+        self.model.backend.sample(running.logits, sampling_rows(rows, self.vocab_size))
+
     def start_behind(self, work: Work) -> Pass:
-        """Launch a decode pass behind the one that was started, whose draws are its tokens. `finish` that one next."""
+        """Launch a decode pass behind the one that was started, whose draws are its tokens. `finish` that one next. Raises Q27Error;
+        then the draws of that one are lost."""
         self.model.backend.hold()
-        return self.start(work, goes_ahead=False)
+        try:
+            return self.start(work, goes_ahead=False)
+        except Q27Error:
+            self.model.backend.result()
+            raise
 
     def finish(self, running: Pass) -> list[Drawn]:
         """Wait for a pass; one result a part. Raises Q27Error."""

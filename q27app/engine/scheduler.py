@@ -239,6 +239,15 @@ class Scheduler:
             self.finish(sequence, FinishReason.ERROR, error)
             return None
 
+    def constrain(self, work: Work) -> bool:
+        """A pass was started behind another one, with no masks: ask the guides that constrain its draws since they know what that one
+        drew. Whether any does."""
+        for part in work.parts:
+            guide = part.sequence.request.guide
+            if guide is not None and not part.is_void and not getattr(guide, "is_open", False):
+                part.masks = self._masks(part.sequence, [])
+        return any(part.masks is not None for part in work.parts)
+
     # results
 
     def apply(self, work: Work, drawn: Seq[Drawn], cuts: Seq[Cut | None]) -> None:

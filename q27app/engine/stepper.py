@@ -145,7 +145,7 @@ class Stepper:
 
     def _run(self, work: Work) -> None:
         try:
-            running, self._behind = self._behind or self._runner.start(work), None
+            running, self._behind = self._take_behind() or self._runner.start(work), None
             if self._runner.is_ahead:
                 self._start_behind(work)
                 self._deliver()
@@ -165,6 +165,12 @@ class Stepper:
             for part in work.parts:
                 if not part.sequence.is_finished:
                     self._scheduler.finish(part.sequence, FinishReason.ERROR, error)
+
+    def _take_behind(self) -> Pass | None:
+        """The pass that is under way, drawn as the guides want it by now."""
+        if self._behind is not None and self._scheduler.constrain(self._behind.work):
+            self._runner.draw(self._behind)
+        return self._behind
 
     def _start_behind(self, work: Work) -> None:
         """Start the pass after this one, if it is known already."""

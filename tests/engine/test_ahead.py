@@ -11,6 +11,7 @@ from q27app.engine.drafts import Drafts
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.engine.sequence import Sequence
 from q27app.engine.snapshot_cache import SnapshotCache
+from q27app.errors import Q27Error
 from q27app.kernels.batch import Batch
 from tests.engine.conversations import settle_all
 from tests.engine.toy import VOCAB, Desk, ScriptedDrafter, TableGuide, expected_text, mix
@@ -128,6 +129,62 @@ def test_an_answer_that_is_diverted_behind_a_pass_is_computed_again(length, keep
         assert liar.finish is FinishReason.LENGTH and any(found) is is_ahead
         assert [event.prefilled for event in liar.events if event.prefilled is not None][-1] == length
     assert texts[0] == texts[1] and len(texts[1][0]) == 60
+
+
+class Closes(TableGuide):
+    """Constrains nothing until its token `last` was drawn, and from then on every one, as an answer's grammar behind reasoning."""
+
+    def __init__(self, last: int, allowed: set[int]) -> None:
+        super().__init__({}, lambda index: None if index <= last else allowed)
+        self._last = last
+
+    @property
+    def is_open(self) -> bool:
+        return self.seen <= self._last
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None: ...
+
+
+@pytest.mark.parametrize("last", [0, 1, 6, 17])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_a_guide_begins_to_constrain_is_drawn_again_with_its_mask(last, temperature):
+    texts = []
+    for is_ahead in (False, True):
+        desk = Desk(slots=3)
+        desk.model.backend.is_ahead = is_ahead
+        found = flights(desk)
+        closes = [desk.ask(prompt_of(5, seed), 20, guide=Closes(last + 2 * seed, {1, 2, 3}), temperature=temperature, seed=4) for seed in range(2)]
+        other = desk.ask(prompt_of(6, 3), 25)
+        desk.run()
+        texts.append([answer.tokens for answer in (*closes, other)])
+        assert any(found) is is_ahead
+    assert texts[0] == texts[1] and set(texts[1][0][last + 1:]) <= {1, 2, 3}
+
+
+def test_a_guide_that_allows_nothing_behind_a_pass_ends_its_request_alone():
+    desk = Desk(slots=2)
+    closes, other = desk.ask(prompt_of(5), 20, guide=Closes(6, set())), desk.ask(prompt_of(6, 3), 25)
+    desk.run()
+    assert closes.finish is FinishReason.ERROR and closes.tokens == expected_text(prompt_of(5), 7)
+    assert other.tokens == expected_text(prompt_of(6, 3), 25)
+
+
+def test_a_pass_that_cannot_be_started_behind_another_leaves_no_draws_to_the_next_request():
+    desk, phases = Desk(slots=1), []
+
+    def fail(batch):
+        phases.append(batch.phase)
+        if phases.count("decode") == 4:
+            raise Q27Error("not this one")
+
+    desk.model.before = fail
+    broken = desk.ask(prompt_of(5), 20)
+    desk.run()
+    desk.model.before = lambda batch: None
+    answer = desk.ask(prompt_of(7, 3), 20)
+    desk.run()
+    assert broken.finish is FinishReason.ERROR and answer.tokens == expected_text(prompt_of(7, 3), 20)
 
 
 @pytest.mark.parametrize("steps", range(7, 16))
