@@ -90,6 +90,26 @@ __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned 
   }
 }
 
+// Tile `tile` of the item, if it has it, on its way.
+template <int THREADS> __device__ __forceinline__ void fetch_keys(const Attend& p, const Item& item, int tile, unsigned char* target) {
+  const int start = item.start + tile * KEYS;
+  if (tile < 0 || start >= item.end) return;
+  const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
+  copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, target, p.first_position - start, item.end - start, key_chunk);
+}
+template <int THREADS> __device__ __forceinline__ void fetch_values(const Attend& p, const Item& item, int tile, unsigned char* target) {
+  const int start = item.start + tile * KEYS;
+  if (tile < 0 || start >= item.end) return;
+  const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
+  copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, target, p.first_position - start, item.end - start, value_chunk);
+}
+
+// Place of a column in the partial results, or -1.
+__device__ __forceinline__ long long place(const Attend& p, const Item& item, int column) {
+  if (column >= item.rows * GROUP) return -1;
+  return ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
+}
+
 // The keys of rows `low` and `low + 8` as the tensor core takes them: a run, or of turned ones one of its PARTS.
 template <int PARTS> struct KeyRun {
   static constexpr int LOW_WORDS = TURNED_KEYS ? low_bits(KEY_CODE) / PARTS : 4;

@@ -1,5 +1,5 @@
-// Few rows by warps (mma_f16). A warp multiplies 16 keys of a tile with its share of the columns, then all weights with its share of
-// the values' dimensions: quarters or eighths; where there are more warps than these, they share the columns.
+// Few rows by warps (mma_f16). A warp multiplies 16 keys of a tile with its share of the columns, then all weights with its share of the
+// values' dimensions: quarters or eighths; where there are more warps than these, they share the columns.
 #pragma once
 #include "attend_few.cuh"
 
@@ -167,8 +167,7 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // Scores of the warp's 16 keys, and the largest score of each column, in powers of two. start: position of the tile; turn: 0 or 1 by
-  // turns.
+  // Scores of the warp's 16 keys, and the largest of each column, in powers of two. start: position of the tile; turn: 0, 1, 0...
   __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, int turn, float (&scores)[NT][4]) const {
     if constexpr (M::HALVED) score_halved(keys, scores);
     else score_whole(keys, scores);
@@ -288,12 +287,6 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // Place of a column in the partial results, or -1.
-  __device__ __forceinline__ long long place(const Item& item, int column) const {
-    if (column >= item.rows * GROUP) return -1;
-    return ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
-  }
-
   // Largest score, sum and weighted values of every column to the partial results.
   __device__ __forceinline__ void store(const Item& item) {
     const Place here;
@@ -310,7 +303,7 @@ template <int ROWS> struct Columns {
     for (int n = 0; n < VT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const long long to = place(item, (here.first_value_tile + n) * 8 + 2 * c + i);
+        const long long to = place(p, item, (here.first_value_tile + n) * 8 + 2 * c + i);
         if (to < 0) continue;
         float* target = p.part_o + to * HEAD_DIM + here.slice * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES;
         if constexpr (DIM_TILES % 2 == 0) {
@@ -329,30 +322,18 @@ template <int ROWS> struct Columns {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int column = (here.first_tile + n) * 8 + 2 * c + i;
-          const long long to = place(item, column);
+          const long long to = place(p, item, column);
           float total = at(M::LARGEST)[column];
 #pragma unroll
           for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
-          float largest;
-          if constexpr (M::HALVED) largest = at(M::TOP)[((item.end - item.start - 1) / KEYS & 1) * COLUMNS + column];
-          else largest = top[n][i];
+          const int turn = (item.end - item.start - 1) / KEYS & 1;   // of the last tile
+          const float largest = M::HALVED ? at(M::TOP)[turn * COLUMNS + column] : top[M::HALVED ? 0 : n][i];
           if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(largest, total);
         }
   }
 
-  // Tile `tile` of the item, if it has it, on its way.
-  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const {
-    const int start = item.start + tile * KEYS;
-    if (tile < 0 || start >= item.end) return;
-    const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
-    copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, key_tile(tile), p.first_position - start, item.end - start, key_chunk);
-  }
-  __device__ __forceinline__ void copy_values(const Item& item, int tile) const {
-    const int start = item.start + tile * KEYS;
-    if (tile < 0 || start >= item.end) return;
-    const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
-    copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, value_tile(tile), p.first_position - start, item.end - start, value_chunk);
-  }
+  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const { fetch_keys<THREADS>(p, item, tile, key_tile(tile)); }
+  __device__ __forceinline__ void copy_values(const Item& item, int tile) const { fetch_values<THREADS>(p, item, tile, value_tile(tile)); }
   __device__ __forceinline__ unsigned char* key_tile(int tile) const { return shared + M::TILE_KEYS + tile % M::KEY_RING * K_HEAD; }
   __device__ __forceinline__ unsigned char* value_tile(int tile) const { return shared + M::TILE_VALUES + tile % M::VALUE_RING * V_HEAD; }
 

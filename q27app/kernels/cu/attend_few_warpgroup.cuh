@@ -262,12 +262,6 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // Place of a column in the partial results, or -1.
-  __device__ __forceinline__ long long place(const Item& item, int column) const {
-    if (column >= item.rows * GROUP) return -1;
-    return ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
-  }
-
   // Reference, sum and weighted values of every column to the partial results.
   __device__ __forceinline__ void store(const Item& item) {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3;
@@ -283,7 +277,7 @@ template <int ROWS> struct Columns {
     for (int n = 0; n < GROUPS; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const long long to = place(item, n * 8 + 2 * c + i);
+        const long long to = place(p, item, n * 8 + 2 * c + i);
         if (to < 0) continue;
         float* target = p.part_o + to * HEAD_DIM + (TURNED_VALUES ? warp * 32 + g * 4 : (warp * 8 + g) * 2 * DIM_TILES);
         if constexpr (DIM_TILES % 2 == 0) {
@@ -297,7 +291,7 @@ template <int ROWS> struct Columns {
       }
     __syncthreads();
     for (int column = thread; column < COLUMNS; column += THREADS) {
-      const long long to = place(item, column);
+      const long long to = place(p, item, column);
       float total = at(M::LARGEST)[column];
 #pragma unroll
       for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
@@ -306,19 +300,8 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // A tile of the item, if it has it, on its way.
-  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const {
-    const int start = item.start + tile * KEYS;
-    if (tile < 0 || start >= item.end) return;
-    const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
-    copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, key_tile(tile), p.first_position - start, item.end - start, key_chunk);
-  }
-  __device__ __forceinline__ void copy_values(const Item& item, int tile) const {
-    const int start = item.start + tile * KEYS;
-    if (tile < 0 || start >= item.end) return;
-    const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
-    copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, value_tile(tile), p.first_position - start, item.end - start, value_chunk);
-  }
+  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const { fetch_keys<THREADS>(p, item, tile, key_tile(tile)); }
+  __device__ __forceinline__ void copy_values(const Item& item, int tile) const { fetch_values<THREADS>(p, item, tile, value_tile(tile)); }
   // After the barrier of round `tile`: nobody needs the keys of this tile and the values of the one before any more.
   __device__ __forceinline__ void refill(const Item& item, int tile) const {
     copy_keys(item, tile + M::KEY_RING);
