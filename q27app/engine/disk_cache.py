@@ -1,8 +1,9 @@
 """States that survive the process: a folder of entry files with a byte budget, written behind by a thread of its own.
 
-The engine thread asks (`candidates`, `begin_read`, `wants`, `write`); a reader thread reads what was asked for, the writer
-thread writes, one entry at a time, and evicts the least recently used ones, whoever wrote them. Several processes may share a folder: a file that vanishes is a miss, one
-that appears is found when the folder has changed. A folder that cannot be used switches the cache off with one log line.
+The engine thread asks (`candidates`, `begin_read`, `wants`, `write`); a reader thread reads what was asked for, the writer thread
+writes, one entry at a time, and evicts the least recently used ones, whoever wrote them. Several processes may share a folder: a
+file that vanishes is a miss, one that appears is found when the folder has changed. A folder that cannot be used switches the
+cache off with one log line.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class DiskCache:
 
     def begin_read(self, entry: DiskEntry) -> Future:
         """Read an entry while the engine goes on; `end_read` takes the future's result."""
-        return self._reader.submit(read_payload, entry)
+        return self._reader.submit(self._read, entry)
 
     def end_read(self, entry: DiskEntry, data: tuple[np.ndarray, np.ndarray] | None) -> tuple[np.ndarray, np.ndarray] | None:
         """(uint8 [slot_bytes], uint8 [n / 64, block_bytes]); None for an entry that is gone or damaged, which is deleted."""
@@ -127,6 +128,11 @@ class DiskCache:
         with contextlib.suppress(OSError):
             os.utime(entry.path)
         return data
+
+    @property
+    def is_off(self) -> bool:
+        """The folder cannot be used, or the cache was closed."""
+        return self._is_off
 
     @property
     def is_free(self) -> bool:
@@ -165,6 +171,16 @@ class DiskCache:
         return {"is_on": not self._is_off, "entries": len(self._entries), "written": self.num_written,
                 "read": self.num_read, "failed": self.num_failed}
 
+    # reader thread
+
+    @staticmethod
+    def _read(entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
+        try:
+            return read_payload(entry)
+        except Exception:  # what memory or the system does not give for it ends nobody's request
+            log.exception("the disk cache could not read the entry %s", entry.path.name)
+            return None
+
     # writer thread
 
     def _write_behind(self) -> None:
@@ -175,9 +191,9 @@ class DiskCache:
                 write_entry(self.folder, self._fingerprint, kind, tokens, slot, blocks)
                 evict(self.folder, self._budget)
                 self.num_written += 1
-            except OSError as error:
+            except Exception as error:  # whatever it is, the next one may be written
                 self.num_failed += 1
-                log.warning("the disk cache could not write an entry: %s", error.strerror or error)
+                log.warning("the disk cache could not write an entry: %s", getattr(error, "strerror", None) or error)
             finally:
                 del item, slot, blocks
                 with self._lock:

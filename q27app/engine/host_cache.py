@@ -70,7 +70,6 @@ class HostCache:
         fitting = [entry for entry in self._entries if least <= entry.num_tokens < len(prompt)]
         for entry in sorted(fitting, key=lambda entry: -entry.num_tokens):
             if begins_with(prompt, entry.tokens):
-                self.num_used += 1
                 self._touch(entry)
                 return entry
         return None
@@ -79,22 +78,28 @@ class HostCache:
         """Whether a state is long enough and no entry goes on from it or is it."""
         return len(tokens) >= self._min_tokens and not any(begins_with(entry.tokens, tokens) for entry in self._entries)
 
-    def num_common(self, tokens: np.ndarray) -> int:
-        """How many blocks from the first on need not be copied."""
-        return self.piece * len(self._common_pieces(tokens))
+    def holds(self, num_bytes: int) -> bool:
+        """Whether an entry of so many bytes, its whole pieces counted, is within the budget."""
+        return num_bytes <= self._budget
 
-    def keep(self, tokens: np.ndarray, slot: np.ndarray, export: Callable[[int, int], np.ndarray], block_bytes: int,
-             is_shared: bool = False) -> bool:
-        """Keep a state if the budget holds it, instead of those of the same conversation some turns ago. slot: becomes ours. export(start, stop): bytes of those of its blocks."""
-        num_blocks = len(tokens) // BLOCK_POSITIONS
+    def make_room(self, tokens: np.ndarray, slot_bytes: int, block_bytes: int) -> list[np.ndarray]:
+        """Let entries go until one of these tokens, which the budget `holds`, fits beside the others: first those of the same
+        conversation some turns ago. The pieces that it need not copy, from its beginning on."""
         pieces = self._common_pieces(tokens)
-        size = slot.nbytes + (num_blocks - self.piece * len(pieces)) * block_bytes
-        if size + sum(piece.nbytes for piece in pieces) > self._budget:
-            return False
+        size = slot_bytes + (len(tokens) // BLOCK_POSITIONS - self.piece * len(pieces)) * block_bytes
         self._entries = [entry for entry in self._entries if entry.is_shared or not begins_with(tokens, entry.tokens)]
         while self._bytes_with(pieces) + size > self._budget:
             self._entries.remove(min(self._entries, key=lambda entry: entry.used))
             self.num_evicted += 1
+        return pieces
+
+    def keep(self, tokens: np.ndarray, slot: np.ndarray, export: Callable[[int, int], np.ndarray], block_bytes: int,
+             is_shared: bool = False) -> bool:
+        """Keep a state if the budget holds it. slot: becomes ours. export(start, stop): bytes of those of its blocks."""
+        num_blocks = len(tokens) // BLOCK_POSITIONS
+        if not self.holds(slot.nbytes + num_blocks * block_bytes):
+            return False
+        pieces = self.make_room(tokens, slot.nbytes, block_bytes)
         for start in range(self.piece * len(pieces), num_blocks, self.piece):
             pieces.append(export(start, min(start + self.piece, num_blocks)))
         entry = HostEntry(tokens, slot, pieces, is_shared)

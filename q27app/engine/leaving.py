@@ -1,7 +1,7 @@
 """How states leave the device with their blocks, and come back: what lies between the snapshots there and the host's entries.
 
     leave        blocks are needed now: what the host has not yet of a state is copied, then it goes
-    step         nobody waits and blocks run short: what will go next is copied ahead, a piece a step
+    step         nobody waits and blocks run short: what will go next is copied ahead, a piece a step, into room made for it
     bring_back   the longest entry that a prompt begins with gets blocks again
 
 Owned by the engine thread, as part of the prefix cache.
@@ -9,7 +9,7 @@ Owned by the engine thread, as part of the prefix cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,11 +21,15 @@ from q27app.kernels.batch import BLOCK_POSITIONS
 
 @dataclass
 class Copy:
-    """A state on its way. next: the block after those that are there. pieces: by the block that they begin with."""
+    """A state on its way. pieces: by the block that they begin with, without a gap."""
 
     snapshot: Snapshot
-    next: int
-    pieces: dict[int, np.ndarray] = field(default_factory=dict)
+    pieces: dict[int, np.ndarray]
+
+    @property
+    def next(self) -> int:
+        """The block after those that are there."""
+        return max((start + len(piece) for start, piece in self.pieces.items()), default=0)
 
 
 class Leaving:
@@ -40,8 +44,13 @@ class Leaving:
         """Copied since; where the host has not room for all, each has its turn once."""
 
     def leave(self, snapshot: Snapshot) -> None:
-        if self.host.wants(snapshot.tokens):
-            self._keep(snapshot, {})
+        copy, self._copy = self._copy, None
+        if self._wants(snapshot):
+            self._keep(snapshot, copy.pieces if copy is not None and copy.snapshot is snapshot else {})
+
+    def _wants(self, snapshot: Snapshot) -> bool:
+        num_bytes = self._state.slot_bytes + len(snapshot.blocks) * self._state.block_bytes
+        return self.host.holds(num_bytes) and self.host.wants(snapshot.tokens)
 
     def _keep(self, snapshot: Snapshot, pieces: dict[int, np.ndarray]) -> None:
         def export(start: int, stop: int) -> np.ndarray:
@@ -53,13 +62,17 @@ class Leaving:
     def has_work(self) -> bool:
         """There is something to copy ahead of need."""
         if self._copy is None and self._store.is_short and self._clock != self._store.clock:
-            snapshot = self._store.oldest_last(lambda one: one not in self._tried and self.host.wants(one.tokens))
+            snapshot = self._store.oldest_last(lambda one: one not in self._tried and self._wants(one))
             if snapshot is None:
                 self._clock = self._store.clock
                 self._tried.clear()
             else:
-                self._copy = Copy(snapshot, self.host.num_common(snapshot.tokens))
+                self._begin(snapshot)
         return self._copy is not None
+
+    def _begin(self, snapshot: Snapshot) -> None:
+        common = self.host.make_room(snapshot.tokens, self._state.slot_bytes, self._state.block_bytes)
+        self._copy = Copy(snapshot, {self.host.piece * index: piece for index, piece in enumerate(common)})
 
     def step(self) -> None:
         """Copy a piece more."""
@@ -70,8 +83,7 @@ class Leaving:
         if self._store.at(snapshot.tokens) is not snapshot:
             self._copy = None
         elif start < len(snapshot.blocks):
-            copy.next = min(start + self.host.piece, len(snapshot.blocks))
-            copy.pieces[start] = self._state.export_blocks(snapshot.blocks[start:copy.next].tolist())
+            copy.pieces[start] = self._state.export_blocks(snapshot.blocks[start:start + self.host.piece].tolist())
         else:
             self._copy = None
             self._tried.add(snapshot)
@@ -90,4 +102,5 @@ class Leaving:
             piece, skipped = entry.pieces[start // size], max(0, len(shared) - start)
             at = max(0, start - len(shared))
             self._state.import_blocks(own[at:at + len(piece) - skipped].tolist(), piece[skipped:])
-        self._store.adopt(entry.tokens, np.concatenate([shared, own]), entry.slot, "host")
+        if self._store.adopt(entry.tokens, np.concatenate([shared, own]), entry.slot, "host") is not None:
+            self.host.num_used += 1

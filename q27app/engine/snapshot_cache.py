@@ -16,6 +16,7 @@ called from any.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence as Seq
 from concurrent.futures import Future, wait
@@ -40,6 +41,7 @@ MAX_RECENT = 32
 MAX_LAST_WRITES = 2
 EXPORTED_BLOCKS = 32
 """Blocks that a spare step copies to the host, so that a request that comes waits for no more."""
+WRITER_WAIT_S = 0.01
 WANTED_BY_DISK = ("system", "settled")
 
 
@@ -96,12 +98,14 @@ class SnapshotCache:
         if self._disk_tried is request:
             return False
         prompt = self._prompt_of(request)
+        if self._reading is not None and self._reading[0] is not request:
+            self._reading = None   # who asked for that one has gone
         if self.store.leaving is not None and self._reading is None:
             self.store.leaving.bring_back(prompt)
         if self._disk is None:
             self._disk_tried = request
             return False
-        if self._reading is not None and self._reading[0] is request:
+        if self._reading is not None:
             _, entry, future = self._reading
             wait([future], wait_s)
             if not future.done():
@@ -114,12 +118,16 @@ class SnapshotCache:
                 return False
         found = self.store.deepest(prompt, len(prompt))
         least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
-        entry = next(self._disk.candidates(prompt, least), None)
+        entry = next(filter(self._has_our_sizes, self._disk.candidates(prompt, least)), None)
         if entry is None:
             self._disk_tried = request
             return False
         self._reading = (request, entry, self._disk.begin_read(entry))
         return True
+
+    def _has_our_sizes(self, entry: DiskEntry) -> bool:
+        """A fingerprint stands for the sizes, but only a file's head says that it has that one."""
+        return (entry.slot_bytes, entry.block_bytes) == (self._state.slot_bytes, self._state.block_bytes)
 
     def _prompt_of(self, request: Request) -> np.ndarray:
         """int32 [n]; a request that waits is asked for again before each pass."""
@@ -272,7 +280,10 @@ class SnapshotCache:
         nobody waits."""
         if self.store.leaving is not None and self.store.leaving.has_work:
             self.store.leaving.step()
-            return
+        else:
+            self._disk_step()
+
+    def _disk_step(self) -> None:
         if self._disk is None or not self._has_disk_work:
             return
         if self._export is None:
@@ -299,9 +310,9 @@ class SnapshotCache:
         """Write the latest of what waits for the disk, forget the rest."""
         while len(self._to_disk) > MAX_LAST_WRITES:
             self._to_disk.popleft()
-        while (self._to_disk or self._export) and self._disk is not None:
-            self.spare_step()
         if self._disk is not None:
+            while (self._to_disk or self._export) and not self._disk.is_off:
+                self._disk_step() if self._has_disk_work else time.sleep(WRITER_WAIT_S)
             self._disk.close()
         if self.store.leaving is not None:
             self.store.leaving.host.clear()

@@ -7,12 +7,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from q27app.engine import disk_entry
+from q27app.engine import disk_cache, disk_entry
 from q27app.engine.disk_cache import DiskCache, clear, describe, evict
 from q27app.engine.disk_entry import entries_of, read_head, read_payload, remove_leftovers, write_entry
 from tests.engine.test_prefix_toy import ask, desk_of, prompt_of
@@ -151,6 +152,48 @@ def test_a_folder_that_cannot_be_used_switches_the_cache_off(tmp_path, caplog):
     assert longest(cache, range(100)) is None and not cache.is_free and not cache.wants(np.arange(640), "turn")
     assert sum("disk cache is off" in record.message for record in caplog.records) == 1
     cache.close()
+
+
+def test_closing_does_not_wait_for_a_disk_that_is_off(tmp_path):
+    (tmp_path / "file").write_text("x")
+    desk = desk_of(folder=tmp_path / "file")
+    ask(desk, prompt_of(200), system_len=128)
+    closing = threading.Thread(target=desk.loaded.prefix_cache.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_whatever_fails_while_an_entry_is_written_the_next_one_is_written(tmp_path, monkeypatch, caplog):
+    cache, real = open_cache(tmp_path), disk_cache.write_entry
+    failures = [MemoryError("no room"), ValueError("odd")]
+    monkeypatch.setattr(disk_cache, "write_entry", lambda *rest: (_ for _ in ()).throw(failures.pop()) if failures else real(*rest))
+    for seed in range(3):
+        tokens, slot, blocks = state_of(128, seed)
+        cache.write(tokens, "turn", slot, blocks)
+    cache.close()
+    assert cache.num_failed == 2 and cache.num_written == 1
+    assert sum("could not write" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("slot_bytes, block_bytes", [(15, 512), (1 << 20, 512), (16, 511), (16, 1 << 16), (0, 0)])
+def test_an_entry_of_other_sizes_than_a_state_has_is_not_read_whatever_its_head_says(tmp_path, slot_bytes, block_bytes):
+    tokens = np.array(prompt_of(192), np.int32)
+    write_entry(tmp_path, bytes(32), "turn", tokens, np.zeros(slot_bytes, np.uint8), np.zeros((3, block_bytes), np.uint8))
+    desk = desk_of(folder=tmp_path)
+    assert ask(desk, prompt_of(250)) == 0
+    desk.loaded.prefix_cache.close()
+
+
+def test_a_reader_that_fails_is_a_miss(tmp_path, monkeypatch):
+    first = desk_of(folder=tmp_path)
+    ask(first, prompt_of(200), system_len=128)
+    settle_all(first)
+    first.loaded.prefix_cache.close()
+    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (_ for _ in ()).throw(MemoryError("no room")))
+    second = desk_of(folder=tmp_path)
+    assert ask(second, prompt_of(250)) == 0 and second.loaded.prefix_cache.to_dict()["disk"]["failed"] == 1
+    second.loaded.prefix_cache.close()
 
 
 def flip(path, rng) -> None:

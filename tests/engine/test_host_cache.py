@@ -9,7 +9,7 @@ from q27app.engine.host_cache import HostCache
 from q27app.engine.request import Request, SamplingParams
 from q27app.engine.snapshot_cache import SnapshotCache
 from tests.engine.conversations import settle_all
-from tests.engine.test_prefix_toy import ask, prompt_of
+from tests.engine.test_prefix_toy import ask, desk_of, prompt_of
 from tests.engine.toy import Desk, expected_text, load_toy
 
 BLOCK, SLOT = 100, 1000
@@ -171,5 +171,55 @@ def test_blocks_go_back_where_no_state_may_be_kept():
     for seed in (1, 2, 1):
         ask(desk, prompt_of(520, seed), 3)
     desk.loaded.prefix_cache.store._host_limit = 0
-    ask(desk, (*prompt_of(520, 2), 5), 3)
+    assert ask(desk, (*prompt_of(520, 2), 5), 3) == 0 and host.num_used == 1, "only what came back counts"
     desk.stepper._check()
+
+
+def test_what_is_copied_ahead_never_exceeds_the_budget_with_what_is_there(monkeypatch):
+    """Pieces that are on their way count; of a state that the budget does not hold nothing is copied."""
+    state = 16 + 5 * 64 * 8
+    host = HostCache(2 * state - 1, min_tokens=64, piece=1)
+    desk = desk_with(host, blocks=14)
+    leaving = desk.loaded.prefix_cache.store.leaving
+
+    def export(blocks):
+        found = inner(blocks)
+        on_the_way = 0 if leaving._copy is None else sum(piece.nbytes for start, piece in leaving._copy.pieces.items())
+        sizes.append(host.num_bytes + on_the_way)
+        return found
+
+    sizes, inner = [], desk.state.export_blocks
+    monkeypatch.setattr(desk.state, "export_blocks", export)
+    for seed in range(4):
+        ask(desk, prompt_of(330, seed), 3)
+        settle_all(desk)
+    assert host.num_kept >= 3 and max(sizes) + 512 <= host._budget
+    sizes.clear()
+    host._budget = state - 1
+    host.clear()
+    for seed in range(5, 8):
+        ask(desk, prompt_of(330, seed), 3)
+        settle_all(desk)
+    assert not sizes
+
+
+def test_what_was_copied_of_a_state_that_goes_meanwhile_is_not_copied_again(monkeypatch):
+    host = HostCache(1 << 20, min_tokens=64, piece=1)
+    desk = desk_with(host)
+    ask(desk, prompt_of(460, 1), 3)
+    copied, export = [], desk.state.export_blocks
+    monkeypatch.setattr(desk.state, "export_blocks", lambda blocks: copied.extend(blocks) or export(blocks))
+    for _ in range(5):
+        desk.stepper.step()
+    assert 0 < len(copied) < 7
+    ask(desk, prompt_of(600, 2), 3)
+    assert host.num_kept == 1 and len(copied) == len(set(copied)) == 7
+
+
+def test_closing_copies_nothing_to_memory_that_goes_with_it(tmp_path, monkeypatch):
+    desk = desk_of(folder=tmp_path, host=HostCache(1 << 20, min_tokens=64, piece=1), slots=2, num_blocks=12)
+    ask(desk, prompt_of(460, 1), 3, system_len=128)
+    sizes, export = [], desk.state.export_blocks
+    monkeypatch.setattr(desk.state, "export_blocks", lambda blocks: sizes.append(len(blocks)) or export(blocks))
+    desk.loaded.prefix_cache.close()
+    assert sizes == [2] and len(list(tmp_path.iterdir())) == 1

@@ -200,6 +200,30 @@ def test_streams_go_on_while_a_state_is_read_from_disk(tmp_path, monkeypatch):
     assert waits.tokens == expected_text(base, 5) and waits.last.stats.num_cached == 256
 
 
+def test_a_cancel_while_its_state_is_read_from_disk_hides_nothing_from_those_behind(tmp_path, monkeypatch):
+    first = desk_of(folder=tmp_path)
+    ask(first, prompt_of(300), system_len=256)
+    settle_all(first)
+    first.loaded.prefix_cache.close()
+    gate, read = threading.Event(), disk_cache.read_payload
+    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (gate.wait(20), read(entry))[1])
+    host = HostCache(1 << 20, min_tokens=64, piece=2)
+    desk = desk_of(folder=tmp_path, host=host, slots=2, num_blocks=12)
+    for seed in (1, 2):
+        ask(desk, prompt_of(500, seed))
+    assert host.num_kept
+    desk.ask(prompt_of(310), 5, name="gone")
+    for _ in range(3):
+        desk.stepper.step()
+    assert desk.loaded.prefix_cache._reading is not None
+    desk.cancel("gone")
+    assert ask(desk, (*prompt_of(500, 1), 7)) == 448 and host.num_used == 1
+    assert desk.loaded.prefix_cache._reading is None
+    gate.set()
+    assert ask(desk, prompt_of(310)) == 256
+    desk.loaded.prefix_cache.close()
+
+
 def test_a_state_goes_to_the_disk_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot_cache, "EXPORTED_BLOCKS", 1)
     desk = desk_of(folder=tmp_path)
