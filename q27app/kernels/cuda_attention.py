@@ -15,6 +15,8 @@ COUNTERS = 64
 """Launches of a stage that can count their items (kv_format.cuh)."""
 ITEM_ROWS = (1, 4, 8, 16)
 """Most rows of an item, by kernel: attend_decode_1 and so on."""
+FEW_BLOCKS = 2
+"""Blocks a multiprocessor for one row over turned keys: with four of them it takes a third more time at 32,000 positions."""
 MERGE_DIMS = 128
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
@@ -128,8 +130,10 @@ class Attention:
             args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
             skip = first * args.max_splits * geometry.num_heads * 4
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
-            blocks = card.num_sms * max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
-            backend.launch("attend_decode", f"attend_decode_{item_rows}", (blocks,), threads, shared, args)
+            blocks = max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
+            if item_rows == 1 and backend.state.form.key.low_bits and blocks > FEW_BLOCKS:
+                blocks, shared = FEW_BLOCKS, card.shared_bytes // FEW_BLOCKS // 1024 * 1024 - 1024   # so that no more fit
+            backend.launch("attend_decode", f"attend_decode_{item_rows}", (card.num_sms * blocks,), threads, shared, args)
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)

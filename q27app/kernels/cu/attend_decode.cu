@@ -3,7 +3,7 @@
 // Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
-//            Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
+//            at least Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, WIDE
 // Limits:    at most 1, 4, 8 (16) rows of a sequence an item
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
