@@ -22,7 +22,7 @@ def work_after(scheduler: Scheduler, work: Work) -> Work | None:
     if work.phase != "decode" or scheduler.waiting or scheduler.prefilling:
         return None
     alive = [(row, part) for row, part in enumerate(work.parts) if not part.is_void]
-    if len(alive) != len(scheduler.running) or not all(_is_plain(part) for _, part in alive):
+    if not alive or len(alive) != len(scheduler.running) or not all(_is_plain(part) for _, part in alive):
         return None
     if scheduler.drafter is not None and not scheduler.drafter.rests([part.sequence for _, part in alive]):
         return None
