@@ -12,6 +12,8 @@ from q27app.errors import GpuError, UsageError
 if TYPE_CHECKING:
     from q27app.setup.plan import Machine, Wishes
 
+MAX_VRAM = 4096
+
 
 @click.command()
 @click.option("--gpu", metavar="NAME", help="A card of this machine (index, UUID, part of its name), else a known card's name.")
@@ -57,6 +59,8 @@ def _machine(gpu: str | None, vram: float | None, arch: str | None) -> Machine:
     from q27app.setup.machine import read_machine
     from q27app.setup.plan import Machine
 
+    if vram is not None and not 0 < vram <= MAX_VRAM:
+        raise UsageError(f"--vram is {vram:g}, expected GiB above 0 and at most {MAX_VRAM}.")
     if vram is not None and arch is not None and gpu is None:
         return Machine(f"a card of {vram:g} GiB", parse_arch(arch), int(vram * GIB))
     card = choose_card(gpu)

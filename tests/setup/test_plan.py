@@ -213,6 +213,12 @@ def test_names_of_cards():
         find_card("???")
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-3"])
+def test_memory_that_no_card_has_is_refused(size):
+    done = CliRunner().invoke(plan_command, ["--vram", size, "--arch", "86"])
+    assert isinstance(done.exception, UsageError) and "--vram" in str(done.exception)
+
+
 def test_the_command_plans_for_a_named_card_and_for_figures():
     runner = CliRunner()
     done = runner.invoke(plan_command, ["--vram", "23.1", "--arch", "86", "--kv", "fp16", "--json"])
