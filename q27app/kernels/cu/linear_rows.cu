@@ -326,6 +326,7 @@ template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   wait_for_earlier();
   stage_row<SOURCE>(p, norm, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_plain(const __grid_constant__ Rows p) { stage_all<PLAIN>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) stage_gated(const __grid_constant__ Rows p) { stage_all<GATED>(p); }
+// One block: with a share of the registers for three, ptxas asks for some of a row only when other pieces have come.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stage_plain(const __grid_constant__ Rows p) { stage_all<PLAIN>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stage_gated(const __grid_constant__ Rows p) { stage_all<GATED>(p); }

@@ -89,13 +89,14 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
   for (int i = 0; i < KEEP; ++i) {   // all of them on their way before the first is needed
     const int k = thread + i * THREADS;
     kept[i] = make_float4(0, 0, 0, 0);
+    if (SOURCE == GATED) gates[i] = kept[i];
     if (k < cols4) kept[i] = x[k];
     if (SOURCE == GATED && k < cols4) gates[i] = gate[k];
   }
 #pragma unroll
-  for (int i = 0; i < KEEP; ++i) {
+  for (int i = 0; i < KEEP; ++i) {   // zeros past the end too: lanes that add up together do not part
     const int k = thread + i * THREADS;
-    if (SOURCE != PLAIN && k < cols4) kept[i] = staged_value<SOURCE>(p, norm, kept[i], gates[SOURCE == GATED ? i : 0], i, k, squares);
+    if (SOURCE != PLAIN) kept[i] = staged_value<SOURCE>(p, norm, kept[i], gates[SOURCE == GATED ? i : 0], i, k, squares);
     largest = fmaxf(largest, largest_of(kept[i]));
   }
   auto again = [&](int k) { return staged_value<SOURCE>(p, norm, x[k], SOURCE == GATED ? gate[k] : make_float4(0, 0, 0, 0), KEEP, k, squares); };
@@ -122,13 +123,15 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
     total = __fmul_rn(total, weight);
 #pragma unroll
     for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
-    if (at >= last) return;
-    *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
-    if (part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
+    if (at < last) *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
+    if (at < last && part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
   };
 #pragma unroll
-  for (int i = 0; i < KEEP; ++i)
-    if (i * THREADS < last) convert(thread + i * THREADS, kept[i]);
+  for (int three = 0; three < KEEP; three += 3)   // side by side
+    if (three * THREADS < last) {
+#pragma unroll
+      for (int i = three; i < three + 3; ++i) convert(thread + i * THREADS, kept[i]);
+    }
 #pragma unroll 1
   for (int i = KEEP * THREADS; i < last; i += THREADS) {
     const int k = thread + i;
