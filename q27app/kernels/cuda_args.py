@@ -51,10 +51,6 @@ class Repack(ctypes.Structure):
     _fields_ = _fields(p="data scales tiles", l="tile_stride", i="kind rows cols units row_bytes groups group_cols part")
 
 
-class Unpack(ctypes.Structure):
-    _fields_ = _fields(p="tile out", i="kind tile_bytes rows cols")
-
-
 class Embed(ctypes.Structure):
     _fields_ = _fields(p="weights norm hidden hidden_norm tokens out", i="kind tile_bytes vocab width", f="eps", i2="wrap_units")
 

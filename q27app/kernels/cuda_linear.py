@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_weights import (
-    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_BYTES, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
+    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
     rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer

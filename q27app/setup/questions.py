@@ -12,7 +12,7 @@ from pathlib import Path
 from q27app.errors import OutOfMemory, Q27Error, UsageError
 from q27app.model.budget import KV_FORMATS, MIN_CONTEXT, kv_formats_for
 from q27app.setup.checkpoints import FAMILY, PERPLEXITY
-from q27app.setup.plan import MAX_AUTO_SLOTS, Plan, Wishes, make_plan
+from q27app.setup.plan import MAX_AUTO_SLOTS, Plan, make_plan
 from q27app.setup.plan_text import budget_rows
 from q27app.setup.reasons import REDUCED_CONTEXTS
 from q27app.setup.wizard import AUTO, CPU, DEMO, LATER, Option, Question, Wizard, checkpoint_for, machine_for, model_name, outcome, plan_for

@@ -32,7 +32,7 @@ from q27app.weights.codecs import encode
 from q27app.weights.convert import Progress, draft_block, generation_of, tier_metadata
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128, DType, scales_per_row
 from q27app.weights.names import Geometry, all_rules
-from q27app.weights.synthetic_pool import CHUNK_BYTES, Pool, PoolTensor, Rows, Stream, chunk_rows, packed
+from q27app.weights.synthetic_pool import CHUNK_BYTES, Pool, Rows, Stream, chunk_rows, packed
 from q27app.weights.synthetic_sizes import parse_size, size_metadata, tokenizer_keys
 from q27app.weights.tiers import DRAFT_HEAD, EMBEDDING, HEAD, tier_entries
 from q27app.weights.writer import TensorEntry, Writer

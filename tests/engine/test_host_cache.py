@@ -184,7 +184,7 @@ def test_what_is_copied_ahead_never_exceeds_the_budget_with_what_is_there(monkey
 
     def export(blocks):
         found = inner(blocks)
-        on_the_way = 0 if leaving._copy is None else sum(piece.nbytes for start, piece in leaving._copy.pieces.items())
+        on_the_way = 0 if leaving._copy is None else sum(piece.nbytes for piece in leaving._copy.pieces.values())
         sizes.append(host.num_bytes + on_the_way)
         return found
 

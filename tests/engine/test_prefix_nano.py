@@ -7,7 +7,6 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from q27app.engine.disk_cache import DiskCache
 from q27app.engine.host_cache import HostCache
 from q27app.engine.leaving import Leaving
 from q27app.engine.loading import EngineConfig, open_model

@@ -1,4 +1,4 @@
-// repack: a tensor's rows as the container stores them -> packed tiles (quant.cuh). unpack gives values back, for tests.
+// repack: a tensor's rows as the container stores them -> packed tiles (quant.cuh).
 // Reference: weights.codecs.decode     Used by: cuda_backend.CudaBackend.load
 // Shapes:    data uint8 [rows, row_bytes], scales fp16 [rows, groups] -> tiles [num_tiles, tile_bytes]
 // Layout:    rows contiguous; rows and columns past the end become zeros
@@ -72,17 +72,4 @@ extern "C" __global__ void __launch_bounds__(32) repack(const __grid_constant__ 
     const bool inside = r < p.rows && unit * UNIT_COLS < p.cols;
     reinterpret_cast<uint16_t*>(base + data_bytes)[lane] = inside ? p.scales[(long long)r * p.groups + group] : 0;
   }
-}
-
-struct Unpack {
-  const unsigned char* tile;   // first tile of the segment
-  float* out;                  // [rows, cols]
-  int kind, tile_bytes, rows, cols;
-};
-
-extern "C" __global__ void __launch_bounds__(256) unpack(const __grid_constant__ Unpack p) {
-  const int row = blockIdx.x;
-  const unsigned char* tile = p.tile + (long long)(row / TILE_ROWS) * p.tile_bytes;
-  for (int c = threadIdx.x; c < p.cols; c += blockDim.x)
-    p.out[(long long)row * p.cols + c] = packed_value(p.kind, tile, row % TILE_ROWS, c);
 }
