@@ -14,6 +14,7 @@ from q27app.kernels import reference
 from q27app.kernels.batch import Batch, Keep, SamplingRows, in_flight
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.numpy_backend import NumpyBackend
+from q27app.kernels.reference_sample import sample_rows
 from q27app.model.config import ModelConfig
 from q27app.model.forward import Model
 from q27app.model.weights import bind_weights
@@ -180,8 +181,8 @@ def check_keeps(lines: Lines) -> None:
 
 
 def check_pass_behind(lines: Lines, rows: SamplingRows) -> None:
-    """A decode pass whose tokens are what the pass before drew has the bits of one that is told them, and the first one's result is
-    not lost. rows: draws of two rows."""
+    """A decode pass whose tokens are what the pass before drew has the bits of one that is told them, the first one's result is
+    not lost, and its own draws may be made again with masks. rows: draws of two rows."""
     model, state, backend = lines.model, lines.state, lines.model.backend
 
     def begin() -> Batch:
@@ -208,6 +209,11 @@ def check_pass_behind(lines: Lines, rows: SamplingRows) -> None:
     np.testing.assert_array_equal(backend.result().tokens, known)
     assert backend.result().tokens.tolist() == told[0]
     np.testing.assert_array_equal(backend.download(logits), told[1])
+    masks = np.full((2, -(-told[1].shape[1] // 32)), 0xFFFFFFFF, np.uint32)
+    masks[1, told[0][1] // 32] &= ~np.uint32(1 << told[0][1] % 32)
+    backend.sample(logits, replace(rows, masks=masks))
+    again = backend.result().tokens.tolist()
+    assert again == sample_rows(told[1], replace(rows, masks=masks))[0].tolist() and again[0] == told[0][0] and again[1] != told[0][1]
     for slot in (0, 1):
         np.testing.assert_array_equal(state.export_slot(slot), states[slot])
 
