@@ -348,6 +348,8 @@ class Engine:
             self._stepper.end_spare()
         self._stepper = None
         if loaded is not None:
+            if self._has_died and loaded.prefix_cache is not None:
+                loaded.prefix_cache.give_up()
             loaded.close()
             del loaded
             gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -213,9 +214,9 @@ def _load(
         warm_up.step()
 
     def close() -> None:
-        if cache is not None:
-            cache.close()
-        backend.close()
+        with closing(backend):
+            if cache is not None:
+                cache.close()
 
     return Loaded(
         model=model,

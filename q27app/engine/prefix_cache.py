@@ -74,6 +74,10 @@ class PrefixCache(Protocol):
         """Do a bounded part of it."""
         ...
 
+    def give_up(self) -> None:
+        """The engine has died: what it computed last is not to be trusted, nothing more of it is written anywhere."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """For /status; any thread."""
         ...

@@ -306,6 +306,10 @@ class SnapshotCache:
             return None
         return Export(snapshot, kind, np.empty((len(snapshot.blocks), self._state.block_bytes), np.uint8))
 
+    def give_up(self) -> None:
+        self._to_disk.clear()
+        self._export = None
+
     def close(self) -> None:
         """Write the latest of what waits for the disk, forget the rest."""
         while len(self._to_disk) > MAX_LAST_WRITES:

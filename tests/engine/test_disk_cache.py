@@ -16,6 +16,10 @@ import pytest
 from q27app.engine import disk_cache, disk_entry
 from q27app.engine.disk_cache import DiskCache, clear, describe, evict
 from q27app.engine.disk_entry import entries_of, read_head, read_payload, remove_leftovers, write_entry
+from q27app.engine.engine import Engine
+from q27app.engine.loading import EngineConfig
+from q27app.engine.request import Request, SamplingParams
+from q27app.errors import GpuError
 from tests.engine.test_prefix_toy import ask, desk_of, prompt_of
 from tests.engine.conversations import settle_all
 
@@ -194,6 +198,28 @@ def test_a_reader_that_fails_is_a_miss(tmp_path, monkeypatch):
     second = desk_of(folder=tmp_path)
     assert ask(second, prompt_of(250)) == 0 and second.loaded.prefix_cache.to_dict()["disk"]["failed"] == 1
     second.loaded.prefix_cache.close()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_an_engine_that_died_had_not_written_yet_is_not_written(tmp_path, dies):
+    """What it computed last cannot be trusted."""
+    loaded = desk_of(folder=tmp_path).loaded
+    loaded.close, phases = loaded.prefix_cache.close, []
+
+    def before(batch):
+        phases.append(batch.phase)
+        if dies and phases.count("decode") == 5:
+            raise GpuError("the card has gone")
+
+    loaded.model.before = before
+    engine = Engine(EngineConfig(), lambda config, progress: loaded)
+    engine.start()
+    engine.load().result(30)
+    done = threading.Event()
+    engine.submit(Request("r", prompt_of(200), SamplingParams(max_tokens=20), system_len=128), lambda event: event.finish and done.set())
+    assert done.wait(30)
+    engine.close()
+    assert len(entries_of(tmp_path)) == (0 if dies else 1)
 
 
 def flip(path, rng) -> None:
