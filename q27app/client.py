@@ -171,8 +171,9 @@ class Client:
         return self._session
 
     def _unreachable(self, error: BaseException) -> Unreachable:
+        refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
         return Unreachable(
-            f"{self.url} does not answer: {error or type(error).__name__}.",
+            f"{self.url} does not answer: {'nobody listens there' if refused else error or type(error).__name__}.",
             "Start the daemon with `q27app serve`, or give its address.",
         )
 

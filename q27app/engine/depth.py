@@ -6,7 +6,8 @@
     depth    = the d <= cap with the largest (s + t (gain(d) - 1)) / cost(d)
 
 a_k is the share of drafts at depth k that were accepted among those whose predecessors were, over about the last WINDOW of them;
-where there are few, the share of the depth before counts as PULL more (of the first depth: a prior). pass(n) is a moving average for each number of rows; between and beyond measured ones it is a straight line.
+where there are few, the share of the depth before counts as PULL more (of the first depth: a prior). pass(n) is a
+moving average for each number of rows; between and beyond measured ones it is a straight line.
 Every EXPLORE steps one step more than the best depth is tried, so that a price or a share that has changed is noticed.
 """
 

@@ -64,7 +64,8 @@ class EngineStatus:
     """state: unloaded, loading, ready, failed, draining, closed. load_progress: 0 to 1. error: why it failed.
 
     running: one dict for each request that holds a slot (`Sequence.describe`). counters: `Counters`. rates: prefill and
-    decode tokens a second lately. drafts: what was drafted and accepted by source and depth, and measured prices. heartbeat_age_s: since the engine thread last showed that it is alive."""
+    decode tokens a second lately. drafts: what was drafted and accepted by source and depth, and measured prices.
+    heartbeat_age_s: since the engine thread last showed that it is alive."""
 
     state: str = "unloaded"
     load_progress: float = 0.0

@@ -237,9 +237,9 @@ class Backend(Protocol):
         """A chain of draft steps begins on the batch that was begun, one row a sequence. limits: int32 [rows], at least 1."""
         ...
     def draw_drafts(self, logits: Buffer, skip: tuple[int, int] = (0, 0), goes_on: bool = False) -> None:
-        """Draw a draft for each row, none of the ids skip[0] to skip[1] - 1 (see `without_rows`). The batch's row then is the draft, one position further, and penalties count it; a row
-        that has reached its limit stays where it is, and its further drafts mean nothing. goes_on: `mtp_input` of the next
-        step comes next, and all of this need not be so before."""
+        """Draw a draft for each row, none of the ids skip[0] to skip[1] - 1 (see `without_rows`). The batch's row
+        then is the draft, one position further, and penalties count it; a row that has reached its limit stays where it is, and its
+        further drafts mean nothing. goes_on: `mtp_input` of the next step comes next, and all of this need not be so before."""
         ...
     def drafted(self) -> Drafted:
         """What the chain drew, the one small download of it; waits."""

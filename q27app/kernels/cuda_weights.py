@@ -141,8 +141,9 @@ class CudaVector:
 
 @dataclass(frozen=True)
 class CudaWeight:
-    """A packed row list of packed_bytes at address; nbytes of them on the device, 0 where it stays in host memory. units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32
-    matrices are a high and a low half side by side), 0 = never."""
+    """A packed row list of packed_bytes at address; nbytes of them on the device, 0 where it stays in host memory.
+    units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32 matrices are a high and a low half
+    side by side), 0 = never."""
 
     shape: tuple[int, int]
     packed_bytes: int
@@ -182,7 +183,8 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaW
     segments = (replace(whole, num_tiles=first // TILE_ROWS, num_rows=first),
                 replace(whole, first_tile=tiles, num_tiles=whole.num_tiles - tiles, first_row=end, num_rows=whole.num_rows - end,
                         offset=whole.offset + tiles * whole.tile_bytes))
-    return replace(weight, nbytes=0, segments=segments, shares=row_shares(max(1, card.num_sms), segments, weight.units, round_places(card.shared_bytes)))
+    shares = row_shares(max(1, card.num_sms), segments, weight.units, round_places(card.shared_bytes))
+    return replace(weight, nbytes=0, segments=segments, shares=shares)
 
 
 def rows_shared_bytes(rows: int, units: int, fused: bool, places: int) -> int:
