@@ -35,7 +35,7 @@ MAGIC = b"Q27SNAP1"
 SUFFIX = ".q27snap"
 TEMP_PREFIX = ".writing-"
 CHUNK = 16 << 20
-MAX_TOKENS = 1 << 22
+MAX_TOKENS, MAX_CHUNKS = 1 << 22, 1 << 16
 READERS = min(16, os.cpu_count() or 1)
 """Threads that read and check a payload; both happen outside the interpreter's lock."""
 KINDS = ("turn", "system")
@@ -131,7 +131,8 @@ def _read_head(path: Path, file: BinaryIO, fingerprint: bytes | None) -> DiskEnt
     num_blocks, rest = divmod(num_tokens, BLOCK_POSITIONS)
     payload = slot_bytes + num_blocks * block_bytes
     offset = _HEAD.size + 4 * num_tokens + 16 * num_chunks + 32
-    if (rest or not 0 < num_tokens <= MAX_TOKENS or kind >= len(KINDS) or num_chunks != -(-payload // CHUNK)
+    if (rest or not 0 < num_tokens <= MAX_TOKENS or kind >= len(KINDS)
+            or num_chunks != -(-payload // CHUNK) or num_chunks > MAX_CHUNKS
             or os.fstat(file.fileno()).st_size != offset + payload):
         return None
     body = file.read(offset - _HEAD.size)
@@ -153,6 +154,7 @@ def read_payload(entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
             again = _read_head(entry.path, file, entry.fingerprint)
             if again is None or again.digests != entry.digests or not np.array_equal(again.tokens, entry.tokens):
                 return None
+
             def is_right(index: int) -> bool:
                 chunk = view[index * CHUNK:(index + 1) * CHUNK]
                 return _fill(file.fileno(), entry.payload_offset + index * CHUNK, chunk) and _digest(chunk) == entry.digests[index]

@@ -180,6 +180,16 @@ def test_whatever_fails_while_an_entry_is_written_the_next_one_is_written(tmp_pa
     assert sum("could not write" in record.message for record in caplog.records) == 2
 
 
+def test_a_head_that_says_more_than_a_state_can_be_is_not_read(tmp_path, monkeypatch):
+    """A file with holes may be as large as it says, and its head as large as memory."""
+    monkeypatch.setattr(disk_entry, "CHUNK", 100)
+    tokens, slot, blocks = state_of(128, slot_bytes=76)
+    path = write_entry(tmp_path, MARK, "turn", tokens, slot, blocks)
+    assert read_head(path, MARK) is not None
+    monkeypatch.setattr(disk_entry, "MAX_CHUNKS", 10)
+    assert read_head(path, MARK) is None and longest(open_cache(tmp_path), range(200)) is None
+
+
 @pytest.mark.parametrize("slot_bytes, block_bytes", [(15, 512), (1 << 20, 512), (16, 511), (16, 1 << 16), (0, 0)])
 def test_an_entry_of_other_sizes_than_a_state_has_is_not_read_whatever_its_head_says(tmp_path, slot_bytes, block_bytes):
     tokens = np.array(prompt_of(192), np.int32)
