@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
 from q27app.chat.guide import make_guide
+from q27app.chat.types import ChatRequest, Message, TextPart
 from q27app.config import Config
 from q27app.daemon.parts import open_text
 from q27app.engine.depth import DepthControl
 from q27app.engine.loading import EngineConfig, open_model
-from q27app.engine.request import Request, SamplingParams
+from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.errors import Q27Error
 from q27app.paths import demo_model
 from tests.engine.toy import Desk
 
@@ -48,6 +53,43 @@ def test_answers_have_the_texts_of_passes_that_wait(tokenizer, draft):
         ahead, some = run(tokenizer, True, eos_ids, draft)
         assert ahead == waiting and none == 0 and some > 10
     assert any(forced for _, _, forced in ahead)
+
+
+class Only:
+    """A grammar of these ids alone."""
+
+    is_done = False
+
+    def __init__(self, ids: set[int], vocab_size: int) -> None:
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[list(ids)] = 1
+        self._ids, self._mask = ids, np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        if not set(tokens) <= self._ids:
+            raise Q27Error(f"{tokens} left the form.")
+
+    def mask(self, prefix: Sequence[int]) -> np.ndarray:
+        return self._mask
+
+
+def test_the_form_of_an_answer_is_kept_behind_reasoning_that_ends_by_itself(tokenizer):
+    template, letters = open_text(Config())[1], set(tokenizer.encode("a b c d e"))
+    loaded, found = open_model(EngineConfig(demo_model(), "numpy", context=512, slots=3, draft="off"), lambda share: None), []
+    for is_ahead in (False, True):
+        desk, answers, num_behind = Desk(loaded), [], 0
+        desk.model.backend.is_ahead = is_ahead
+        for index, words in enumerate(WORDS):
+            prompt = template.render(ChatRequest(messages=(Message("user", (TextPart(words),)),)), True)
+            guide = make_guide(tokenizer, channel=prompt.channel, grammar=Only(letters, loaded.vocab_size))
+            params = SamplingParams(max_tokens=40, temperature=0.7, seed=index)
+            answers.append(desk.submit(Request(f"r{index}", tuple(prompt.tokens), params, guide, eos_ids=tuple(tokenizer.eos_ids))))
+        while desk.stepper.has_work:
+            desk.stepper.step()
+            num_behind += desk.stepper._behind is not None
+        found.append([(answer.tokens, answer.finish, any(answer.forced)) for answer in answers])
+    assert found[0] == found[1] and num_behind > 2
+    assert all(finish is FinishReason.LENGTH for _, finish, _ in found[1]) and not all(is_forced for *_, is_forced in found[1])
 
 
 @pytest.mark.parametrize("streams", [3, 10, 13])

@@ -92,7 +92,6 @@ def recall_question(rng: random.Random, kind: str, owner: str) -> str:
 LEADS = ("", "", "", "", "", "Hi. ", "Hello! ", "Okay. ", "Good. ", "Thanks. ", "Next: ", "One more: ", "Another one. ", "I have a task for you. ",
          "Listen. ", "Well then. ", "Quick: ", "Let me ask you something. ", "Now something else. ", "Here is the next one. ", "Right. ",
          "As I said. ", "First things first. ", "This is important. ", "A small job. ", "I am in a hurry. ", "No rush. ", "Sure. ")
-TRAILS = ("", "", "", "", "", " Thanks.", " Please.", " I wait for it.", " That is all.", " Be careful.", " Thank you.", " It is important.")
 
 
 def led(rng: random.Random, request: str) -> str:
