@@ -58,12 +58,7 @@ class HostCache:
     @property
     def num_bytes(self) -> int:
         """Of all entries; a piece that several share counts once. Any thread."""
-        return self._bytes_with([])
-
-    def _bytes_with(self, more: list[np.ndarray]) -> int:
-        entries = list(self._entries)
-        pieces = {id(piece): piece.nbytes for group in (more, *(entry.pieces for entry in entries)) for piece in group}
-        return sum(pieces.values()) + sum(entry.slot.nbytes for entry in entries)
+        return _bytes_of(list(self._entries), [])
 
     def deepest(self, prompt: np.ndarray, least: int) -> HostEntry | None:
         """The longest entry of at least `least` tokens and fewer than the prompt that it begins with."""
@@ -82,15 +77,19 @@ class HostCache:
         """Whether an entry of so many bytes, its whole pieces counted, is within the budget."""
         return num_bytes <= self._budget
 
-    def make_room(self, tokens: np.ndarray, slot_bytes: int, block_bytes: int) -> list[np.ndarray]:
+    def make_room(self, tokens: np.ndarray, slot_bytes: int, block_bytes: int, evicts: bool = True) -> list[np.ndarray] | None:
         """Let entries go until one of these tokens, which the budget `holds`, fits beside the others: first those of the same
-        conversation some turns ago. The pieces that it need not copy, from its beginning on."""
+        conversation some turns ago. The pieces that it need not copy, from its beginning on. evicts: else None, and none goes, where
+        entries of other conversations would have to."""
         pieces = self._common_pieces(tokens)
-        size = slot_bytes + (len(tokens) // BLOCK_POSITIONS - self.piece * len(pieces)) * block_bytes
-        self._entries = [entry for entry in self._entries if entry.is_shared or not begins_with(tokens, entry.tokens)]
-        while self._bytes_with(pieces) + size > self._budget:
-            self._entries.remove(min(self._entries, key=lambda entry: entry.used))
+        room = self._budget - slot_bytes - (len(tokens) // BLOCK_POSITIONS - self.piece * len(pieces)) * block_bytes
+        left = [entry for entry in self._entries if entry.is_shared or not begins_with(tokens, entry.tokens)]
+        if not evicts and _bytes_of(left, pieces) > room:
+            return None
+        while _bytes_of(left, pieces) > room:
+            left.remove(min(left, key=lambda entry: entry.used))
             self.num_evicted += 1
+        self._entries = left
         return pieces
 
     def keep(self, tokens: np.ndarray, slot: np.ndarray, export: Callable[[int, int], np.ndarray], block_bytes: int,
@@ -99,7 +98,7 @@ class HostCache:
         num_blocks = len(tokens) // BLOCK_POSITIONS
         if not self.holds(slot.nbytes + num_blocks * block_bytes):
             return False
-        pieces = self.make_room(tokens, slot.nbytes, block_bytes)
+        pieces = self.make_room(tokens, slot.nbytes, block_bytes) or []
         for start in range(self.piece * len(pieces), num_blocks, self.piece):
             pieces.append(export(start, min(start + self.piece, num_blocks)))
         entry = HostEntry(tokens, slot, pieces, is_shared)
@@ -130,3 +129,9 @@ class HostCache:
         """For /status."""
         return {"entries": len(self._entries), "bytes": self.num_bytes, "kept": self.num_kept, "used": self.num_used,
                 "evicted": self.num_evicted}
+
+
+def _bytes_of(entries: list[HostEntry], more: list[np.ndarray]) -> int:
+    """Of these entries and some more pieces, each once."""
+    pieces = {id(piece): piece.nbytes for group in (more, *(entry.pieces for entry in entries)) for piece in group}
+    return sum(pieces.values()) + sum(entry.slot.nbytes for entry in entries)

@@ -41,7 +41,7 @@ class Leaving:
         self._clock = -1
         """Of the store, when nothing in it was left to be copied."""
         self._tried: set[Snapshot] = set()
-        """Copied since; where the host has not room for all, each has its turn once."""
+        """Copied since. Where the host has not room for all the first one to go gets it, and what fits beside that."""
 
     def leave(self, snapshot: Snapshot) -> None:
         copy, self._copy = self._copy, None
@@ -63,16 +63,15 @@ class Leaving:
         """There is something to copy ahead of need."""
         if self._copy is None and self._store.is_short and self._clock != self._store.clock:
             snapshot = self._store.oldest_last(lambda one: one not in self._tried and self._wants(one))
-            if snapshot is None:
+            self._copy = None if snapshot is None else self._begin(snapshot)
+            if self._copy is None:
                 self._clock = self._store.clock
                 self._tried.clear()
-            else:
-                self._begin(snapshot)
         return self._copy is not None
 
-    def _begin(self, snapshot: Snapshot) -> None:
-        common = self.host.make_room(snapshot.tokens, self._state.slot_bytes, self._state.block_bytes)
-        self._copy = Copy(snapshot, {self.host.piece * index: piece for index, piece in enumerate(common)})
+    def _begin(self, snapshot: Snapshot) -> Copy | None:
+        common = self.host.make_room(snapshot.tokens, self._state.slot_bytes, self._state.block_bytes, evicts=not self._tried)
+        return None if common is None else Copy(snapshot, {self.host.piece * index: piece for index, piece in enumerate(common)})
 
     def step(self) -> None:
         """Copy a piece more."""
