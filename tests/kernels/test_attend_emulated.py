@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
 CONFIG = cuda_checks.NANO
 WIDE_CARD, ADA_CARD = replace(CARD, capability=(8, 0)), replace(SMALL_CARD, capability=(8, 9))
+SMALL_BLACKWELL_CARD = replace(SMALL_CARD, capability=(12, 0))
 TWO_KEY_HEADS = replace(CONFIG, num_heads=12, num_kv_heads=2)
 
 
@@ -63,6 +64,40 @@ def test_rows_where_cuts_change_their_size(card):
     bench = attend_checks.AttendBench(device, CONFIG, "turbo5k", border // 64 + 2, 1, 1024)
     attend_checks.fill(bench, border + 64)
     assert attend_checks.check_attend(bench, border - 4, (8, 1, 4)) < 5e-4
+    device.check_guards()
+
+
+class LateDevice(EmulatedDevice):
+    """Kernels that may start early do, as soon as they may: before they wait, they find the cache as it was at the last copy, or when the
+    last kernel began that may not."""
+
+    cache: tuple[int, int] | None = None   # address and bytes of the blocks
+    before = np.empty(0, np.uint8)
+
+    def upload(self, address, data) -> None:
+        super().upload(address, data)
+        if self.cache:
+            self.before = self.download(*self.cache)
+
+    def launch(self, function, grid, block, shared, args, dependent) -> None:
+        if self.cache:
+            if not dependent or not self.card.has_dependent_launch:
+                self.before = self.download(*self.cache)
+            self.show_late(self.cache[0], self.before)
+        super().launch(function, grid, block, shared, args, dependent)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, card", [("fp8", CARD), ("turbo3", CARD), ("fp16", CARD), ("turbo5k", SMALL_BLACKWELL_CARD), ("fp8", SMALL_BLACKWELL_CARD)],
+                         ids=["fp8, warpgroups", "turbo3, warpgroups", "fp16, warps", "turbo5k, warps, 99 KiB", "fp8, warps, 99 KiB"])
+def test_keys_of_a_pass_are_read_after_those_who_write_them(name, card):
+    """Keys are fetched before the kernel in front has ended where they are of earlier passes: not those of rows of this pass that end a cut
+    before another group of its rows begins."""
+    device, cut = LateDevice(card), card.attend_defines()["CUT_0"]
+    bench = attend_checks.AttendBench(device, CONFIG, name, 4, 1, 200)
+    attend_checks.fill(bench, 192)
+    device.cache = bench.state.blocks, 4 * bench.state.block_bytes
+    assert attend_checks.check_attend(bench, cut - 8, (16, 12, 1, 8)) < 5e-4
     device.check_guards()
 
 

@@ -30,8 +30,9 @@ __device__ __forceinline__ int cut_start(int cut) {
 
 struct Item {   // lies in shared memory, as registers are scarce
   int seq, first_row, rows, head, cut, start, end, position;   // keys start .. end - 1; position of the first row
-  int found, next;
+  int found, next, old;   // old: the keys below it are of earlier passes; the position of the sequence's first row, not of this group's
 };
+static_assert(sizeof(Item) <= 48, "bytes that plans keep for it");
 
 // Groups of rows of one cut follow each other: they find its keys in the second cache. One that does not reach the cut gets no keys of it.
 template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, int index, Item& item) {
@@ -43,7 +44,7 @@ template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, i
     if (index < items) {
       const int group = index % groups, head = index / groups % NUM_KV_HEADS, cut = cuts - 1 - index / groups / NUM_KV_HEADS;   // the longest first
       item.seq = seq, item.first_row = first + group * ROWS, item.rows = min(ROWS, end - item.first_row), item.head = head, item.cut = cut;
-      item.position = position + group * ROWS, item.start = cut_start(cut), item.end = min(cut_start(cut + 1), item.position + item.rows);
+      item.position = position + group * ROWS, item.old = position, item.start = cut_start(cut), item.end = min(cut_start(cut + 1), item.position + item.rows);
       return true;
     }
     index -= items;

@@ -349,7 +349,7 @@ template <int ROWS> struct Columns {
   // fetched before that.
   __device__ __forceinline__ void attend(Item& item, bool waits) {
     const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS);
-    const bool all_old = item.end <= item.position;
+    const bool all_old = item.end <= item.old;
     float scores[NT][4];
     int taken = 0;
     if (waits && !all_old) wait_for_earlier();

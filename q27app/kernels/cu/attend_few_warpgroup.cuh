@@ -313,7 +313,7 @@ template <int ROWS> struct Columns {
   // earlier passes are fetched before that.
   __device__ __forceinline__ void attend(Item& item, bool waits) {
     const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS), warp = thread_index() / 32;
-    const bool all_old = item.end <= item.position;
+    const bool all_old = item.end <= item.old;
     int taken = 0;
     if (waits && !all_old) wait_for_earlier();
 #pragma unroll

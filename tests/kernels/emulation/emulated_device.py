@@ -42,6 +42,7 @@ class EmulatedDevice(ImmediateDevice):
         self._cache = cache or Path(tempfile.gettempdir()) / f"q27app-emulated-{os.getuid()}"
         self._memory: dict[int, np.ndarray] = {}
         self._modules: dict[Job, dict[str, object]] = {}
+        self._libraries: list[ctypes.CDLL] = []
 
     def free_bytes(self) -> int:
         return 1 << 32
@@ -86,6 +87,7 @@ class EmulatedDevice(ImmediateDevice):
     def module(self, job: Job) -> dict[str, object]:
         if job not in self._modules:
             library, names = self._build(job)
+            self._libraries.append(library)
             self._modules[job] = {name: library[f"run_{name}"] for name in names}
         return self._modules[job]
 
@@ -96,6 +98,11 @@ class EmulatedDevice(ImmediateDevice):
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         self.num_launches += 1
         function(dims, threads, ctypes.c_uint(shared), pointers)
+
+    def show_late(self, address: int, old: np.ndarray) -> None:
+        """Until a block of a kernel has waited for earlier ones, its asynchronous copies find `old` in place of the bytes at address."""
+        for library in self._libraries:
+            library.emulated_late(ctypes.c_void_p(address), ctypes.c_void_p(old.ctypes.data), ctypes.c_size_t(old.nbytes))
 
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
         text = expand(job.source)
