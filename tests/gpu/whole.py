@@ -43,6 +43,32 @@ def asked(field: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
 
 
+def wait_for_memory(mib: int, seconds: float) -> str:
+    """Wait until so much of the card is free; what is. Raises AssertionError that names who holds the rest, after so many seconds."""
+    until = time.monotonic() + seconds
+    while (free := asked("memory.free")) < mib and time.monotonic() < until:
+        time.sleep(0.2)
+    if free < mib:
+        raise AssertionError(f"{free} MiB of the card are free, {mib} are needed; {holders() or 'no process that may be seen holds any'}")
+    return f"{free} MiB"
+
+
+def holders() -> str:
+    """Who has memory of the card: process, MiB, command line."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "-i", card, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    found = []
+    for row in subprocess.run(command, capture_output=True, text=True).stdout.split("\n"):
+        pid, _, used = row.partition(",")
+        if pid.strip().isdigit():
+            try:
+                words = Path(f"/proc/{pid.strip()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                words = "of another user or machine"
+            found.append(f"process {pid.strip()}: {used.strip()} MiB, {words.strip()[:120]}")
+    return "; ".join(found)
+
+
 def taken(plan: dict, before: int, used: int) -> str:
     """What this process took, against the plan; before, used: MiB in use by everybody before it began and now."""
     planned = plan["held"] / 2**20
