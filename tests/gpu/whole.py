@@ -296,7 +296,9 @@ def refusals(line, attempt) -> None:
 
     def sticky() -> str:
         with tempfile.TemporaryDirectory() as folder:
+            before = used_mib()
             engine, _ = open_engine(nano(folder), context=2048, slots=2)
+            alive = used_mib()
             assert answer(engine, PROMPT, 4)[0] == [1003, 1004, 1005, 1006]
             object.__setattr__(engine._loaded.model.weights.embed, "address", 1 << 45)   # every pass reads there
             try:
@@ -305,7 +307,8 @@ def refusals(line, attempt) -> None:
                 status = engine.status()
                 assert status.state == "failed" and "CUDA error" in str(status.error), status.error
                 engine.close()
-                return f"request: {type(error).__name__}; health: {str(status.error)[:120]}; exit code {error.exit_code}"
+                return (f"request: {type(error).__name__}; health: {str(status.error)[:120]}; exit code {error.exit_code}; "
+                        f"MiB before, with, and after it {before}, {alive}, {used_mib()}")
             raise AssertionError("the request went on")
 
     def no_memory() -> str:

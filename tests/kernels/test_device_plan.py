@@ -87,15 +87,21 @@ def test_what_does_not_fit_is_refused_with_the_table_before_anything_is_loaded(s
     assert device.used == 0, "the failed load gave everything back"
 
 
-def test_a_sticky_error_ends_every_request_and_says_why(served):
+@pytest.mark.parametrize("error", [
+    GpuError("CUDA error 700 (CUDA_ERROR_ILLEGAL_ADDRESS): an illegal memory access was encountered."),
+    TypeError("4 arguments, expected 3"),
+])
+def test_whatever_ends_the_engine_ends_every_request_says_why_and_gives_the_memory_back(served, error):
+    """Also where the process goes on, to say what has happened."""
     engine, device = served(context=4096, slots=2)
-    device.fails = GpuError("CUDA error 700 (CUDA_ERROR_ILLEGAL_ADDRESS): an illegal memory access was encountered.")
+    assert device.used > 0
+    device.fails = error
     event = answer(engine, 20)
     assert event.finish is FinishReason.ERROR and isinstance(event.error, EngineDied)
     deadline = time.monotonic() + 10
-    while engine.status().state != "failed" and time.monotonic() < deadline:
+    while (engine.status().state != "failed" or device.used) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in str(engine.status().error)
+    assert str(error)[:20] in str(engine.status().error) and device.used == 0
     with pytest.raises(EngineDied):
         answer(engine, 1)
 
