@@ -67,6 +67,21 @@ def test_rows_where_cuts_change_their_size(card):
     device.check_guards()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name, card", [("fp8", CARD), ("turbo3", CARD), ("turbo5k", CARD), ("fp16", CARD), ("turbo3", SMALL_CARD)],
+                         ids=["fp8, warpgroups", "turbo3, warpgroups", "turbo5k, warpgroups", "fp16, warps", "turbo3, warps"])
+def test_references_of_weights_that_rise_with_every_tile(name, card):
+    """Scores that grow with the position, up to some twenty times those of natural keys: each row's columns ask for other references at
+    other keys, and get them whoever shares the tile."""
+    device, random = EmulatedDevice(card), np.random.default_rng(9)
+    bench = attend_checks.AttendBench(device, CONFIG, name, 6, 1, 200)
+    k, v = random.standard_normal((2, 200, CONFIG.num_kv_heads * CONFIG.head_dim)).astype(np.float32)
+    bench.store(k * (0.05 + np.arange(200, dtype=np.float32)[:, None] / 10), v, 0)
+    for position in (120, 184):
+        assert attend_checks.check_attend(bench, position, (8, 1, 4, 16)) < 2e-3   # a few keys have all the weight
+    device.check_guards()
+
+
 class LateDevice(EmulatedDevice):
     """Kernels that may start early do, as soon as they may: before they wait, they find the cache as it was at the last copy, or when the
     last kernel began that may not."""

@@ -148,7 +148,8 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // Scores become weights in shared memory, times the norms of turned values. more: what a thread's keys add to the sums. Returns the largest weight.
+  // Scores become weights in shared memory, times the norms of turned values. more: what a thread's keys add to the sums. Returns the largest exponent
+  // above 0, or 0: exponents are in order with scores, which a quick exponential does not promise, so that a column's reference asks nobody else.
   template <bool WHOLE>
   __device__ __forceinline__ float weigh(const unsigned char* values, int tile, const float (&scores)[GROUPS][4], float (&more)[GROUPS][2]) const {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3, low = warp * 16 + g;
@@ -171,8 +172,9 @@ template <int ROWS> struct Columns {
         float weight[2];
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
-          weight[upper] = exp2_quick(fmaf(scores[n][i + 2 * upper], i ? factor.y : factor.x, i ? -base.y : -base.x));
-          largest = fmaxf(largest, weight[upper]);
+          const float exponent = fmaf(scores[n][i + 2 * upper], i ? factor.y : factor.x, i ? -base.y : -base.x);
+          weight[upper] = exp2_quick(exponent);
+          largest = fmaxf(largest, exponent);
         }
         more[n][i] = __fadd_rn(weight[0], weight[1]);
         unsigned char* to = target + (n * 8 + i) * 128 + (piece ^ (2 * c + i)) * 16;
@@ -209,7 +211,7 @@ template <int ROWS> struct Columns {
     }
   }
 
-  // References of columns that ask for it are raised, sums brought to them. raised: which warps found a weight above 1; the others
+  // References of columns that ask for it are raised, sums brought to them. raised: which warps found one above its reference; the others
   // have none, and no part in this.
   __device__ __forceinline__ void raise(const uint4& raised) {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3;
@@ -230,7 +232,7 @@ template <int ROWS> struct Columns {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float was = i ? before.y : before.x, f = i ? factor.y : factor.x, t = i ? top.y : top.x;
-        const bool is_above = exp2_quick(fmaf(t, f, -was)) > 1.0f;   // as the weight was found
+        const bool is_above = fmaf(t, f, -was) > 0.0f;   // as exponents were found
         next[i] = is_above ? __fadd_rn(__fmul_rn(t, f), HEADROOM) : was;
         change[i] = is_above ? exp2_quick(was - next[i]) : 1.0f;
         sum[n][i] *= change[i];
@@ -341,7 +343,7 @@ template <int ROWS> struct Columns {
 #pragma unroll 1
       for (int again = 0;; ++again) {
         const float largest = whole ? weigh<true>(values, tile, scores, more) : weigh<false>(values, tile, scores, more);
-        const bool above = __any_sync(ALL_LANES, largest > 1.0f);
+        const bool above = __any_sync(ALL_LANES, largest > 0.0f);
         if (again == 0) {
           if (above) publish_largest(scores);
           if (threadIdx.x % 32 == 0) raised[warp] = above;
