@@ -1,4 +1,4 @@
-"""The section that measures streams on a card, without a card: each part reaches its end and says what it should."""
+"""The sections that measure many answers and whole prompts on a card, without one: each part reaches its end and says what it should."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import q27app.kernels
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.synthetic import synthesize
-from tests.gpu import checks, streams, whole
+from tests.gpu import checks, prompts, streams, whole
 from tests.kernels.counting_device import CARDS, CountingDevice
 
 PASS_S = 1e-3
@@ -75,6 +75,21 @@ def test_bare_passes_and_steps_of_the_engine_are_compared(path, monkeypatch, cap
     assert streams.main(["solo"], path, streams.SMALL, "cuda") == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert "solo, 1 at once" in said and "solo, 3 at once" in said
+
+
+def test_prompts_are_measured_from_passes_to_the_engine(path, monkeypatch, capsys):
+    monkeypatch.setattr(q27app.kernels, "open_backend", lambda *_: CudaBackend(TimedDevice(CARDS["wide"])))
+    assert prompts.main(["passes", "engine"], path, streams.SMALL, "cuda", "fp16") == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    for words in ("passes, 700 alike", "passes, 700 varied", "engine, drafts off, 700", "engine, drafts auto, 700"):
+        assert words in said, said
+
+
+@pytest.mark.long
+def test_prompts_are_measured_over_http(path, capsys):
+    assert prompts.main(["http"], path, streams.SMALL, "numpy", "fp16") == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "http, 700 of ids" in said and "of text" in said, said
 
 
 def test_a_part_without_time_and_a_model_that_is_not_there_are_told(path, capsys, tmp_path):
