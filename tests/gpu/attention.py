@@ -42,7 +42,7 @@ def errors(device, only: str = "") -> None:
         def check(name=name):
             bench = AttendBench(device, CONFIG, name, 640, 1, 1024)
             fill(bench, 40_000)
-            found = [check_attend(bench, at, counts) for at, counts in ((0, (16, 1, 3, 5, 8)), (60, (16, 1, 4)), (5000, (16, 1, 2, 8)),
+            found = [check_attend(bench, at, counts) for at, counts in ((0, (16, 1, 3, 5, 8)), (60, (16, 1, 4)), (2040, (16, 1, 4, 8)), (5000, (16, 1, 2, 8)),
                                                                        (32_760, (16, 1, 8)))]
             found += [check_attend(bench, at, (rows,), "prefill") for at, rows in ((0, 200), (4990, 70))]
             return limited(max(found), TOLERANCE) + " (" + " ".join(f"{error:.1e}" for error in found) + ")"

@@ -1,5 +1,6 @@
 // Few rows by a warpgroup (compute capability 9.0): keys, and dimensions of values, are the 64 rows of a product, expanded in registers
-// once for all columns; queries and weights lie in shared memory. Two groups of products are on their way at a time.
+// once for all columns; queries and weights lie in shared memory. Two groups of products are on their way at a time, as
+// far as the compiler lets them: nvcc 13.0 makes each wait (docs/measurements.md, by warpgroups).
 //
 // Weights are taken against a reference: the largest score of a column's tile when it was last raised, and HEADROOM powers of two
 // above it. A tile seldom asks for more; then its weights are made anew against raised ones.
