@@ -64,10 +64,12 @@ def test_every_part_over_http_reaches_its_end(path, capsys):
         assert words in said, said
 
 
-@pytest.mark.long
-def test_conversations_come_back(path, capsys):
-    assert streams.main(["host"], path, streams.SMALL, "numpy") == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.count("texts equal") == 3
+def test_conversations_come_back_from_host_memory(path, monkeypatch, capsys):
+    """The device computes nothing: where they come from is tested here, their texts elsewhere."""
+    monkeypatch.setattr(q27app.kernels, "open_backend", lambda *_: CudaBackend(TimedDevice(CARDS["wide"])))
+    assert streams.main(["host"], path, streams.SMALL, "cuda") == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("texts equal") == 3 and said.count("known 640 host") == 3, said
 
 
 def test_bare_passes_and_steps_of_the_engine_are_compared(path, monkeypatch, capsys):
