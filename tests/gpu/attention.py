@@ -15,7 +15,7 @@ import numpy as np
 
 from q27app.kernels.kv_formats import kv_format
 from tests.gpu.big import timed
-from tests.gpu.checks import attempt, failures, limited, line, open_device
+from tests.gpu.checks import attempt, finish, limited, line, open_device
 from tests.kernels.attend_checks import AttendBench, check_attend, check_codes, fill
 from tests.model.geometry import config_27b
 
@@ -104,8 +104,7 @@ def main(names: list[str]) -> int:
     for name in names or [name for name in parts if name != "deep"]:
         part, _, value = name.partition("=")
         attempt(name, lambda part=part, value=value: parts[part](device, *([int(value) if value.isdigit() else value] if value else [])) or "done")
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":

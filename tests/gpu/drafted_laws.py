@@ -31,7 +31,7 @@ from q27app.paths import demo_model
 from q27app.weights.container import open_container
 from q27app.weights.synthetic import synthesize
 from tests.engine.laws import REJECTED, SAMPLERS, Only, chi_square, joint_law, law_of, texts
-from tests.gpu.checks import attempt, failures, line
+from tests.gpu.checks import attempt, finish
 from tests.gpu.drafting import BACKEND, Table, Told
 
 DRAWS = int(os.environ.get("GPU_DRAWS", "20000"))
@@ -248,8 +248,7 @@ def main(names: list[str]) -> int:
         return 0
     for name in names or list(PARTS):
         attempt(name, lambda name=name: PARTS[name]() or "done")
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":

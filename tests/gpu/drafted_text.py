@@ -22,7 +22,7 @@ from q27app.paths import demo_model
 from q27app.weights.synthetic import synthesize
 from tests.engine.guides import Interrupts
 from tests.engine.laws import Only
-from tests.gpu.checks import attempt, failures, line
+from tests.gpu.checks import attempt, finish, line
 from tests.gpu.drafting import Table, successors
 
 TOKENS = int(os.environ.get("GPU_TOKENS", "200"))
@@ -137,8 +137,7 @@ def main(names: list[str]) -> int:
     for name in names or ["equal dense fp16", "equal dense fp8", "equal demo fp16", "equal demo fp8", "long dense fp16", "long dense fp8", "long demo fp16", "long demo fp8", "chains"]:
         part, *options = name.split()
         attempt(name, lambda part=part, options=options: PARTS[part](*options) or "done")
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.sequence import Sequence
 from q27app.engine.status import Meter
 from q27app.engine.stepper import Stepper
-from tests.gpu.checks import attempt, failures, line
+from tests.gpu.checks import attempt, finish, line
 from tests.gpu.whole import models
 from tests.kernels.made import make_batch
 
@@ -391,8 +391,7 @@ PARTS = {"big": big, "disk": disk, "alone": alone, "heavy": heavy}
 def main(names: list[str]) -> int:
     for name in names or list(PARTS):
         attempt(name, lambda name=name: PARTS[name]() or "done")
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":

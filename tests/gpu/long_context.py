@@ -25,7 +25,7 @@ from q27app.model.config import ModelConfig
 from q27app.model.weights import AttentionLayer, expected_shapes
 from q27app.weights.container import Tensor
 from tests.gpu import big, whole
-from tests.gpu.checks import attempt, failures, line, open_device
+from tests.gpu.checks import attempt, finish, line, open_device
 from tests.kernels.cuda_checks import bound_model
 from tests.kernels.made import Lines, make_batch, relative_error
 from tests.model.geometry import config_27b
@@ -233,8 +233,7 @@ def main(names: list[str]) -> int:
     for name in names or ["dense", "depths"]:
         attempt(name, lambda name=name: (window(int(name.partition("=")[2] or 120_000)) if name.startswith("window")
                                          else {"dense": dense, "depths": depths}[name](device)) or "done")
-    line("failed", ", ".join(failures) or "nothing")
-    return 1 if failures else 0
+    return finish()
 
 
 if __name__ == "__main__":
