@@ -11,7 +11,7 @@ which is rare, the answer's state is computed again (`Scheduler.rewind`).
 
 from __future__ import annotations
 
-from q27app.engine.request import Guide
+from q27app.engine.request import Guide, is_open
 from q27app.engine.scheduler import Scheduler
 from q27app.engine.work import Part, Work
 from q27app.kernels.batch import in_flight
@@ -39,4 +39,4 @@ def _is_plain(part: Part) -> bool:
 
 def _lets_go(guide: Guide | None) -> bool:
     """What is drawn will stay, unless the answer ends."""
-    return guide is None or (getattr(guide, "is_open", False) and not getattr(guide, "may_divert", True))
+    return guide is None or (is_open(guide) and not getattr(guide, "may_divert", True))

@@ -26,6 +26,7 @@ from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
 from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of, may_match
 from q27app.engine.drafter import shares_of
+from q27app.engine.request import is_open
 from q27app.engine.sequence import Sequence
 from q27app.kernels.batch import MAX_DECODE_ROWS, in_flight
 
@@ -77,7 +78,7 @@ class Flight:
 
 def _is_plain(sequence: Sequence) -> bool:
     """Its draws hang on nothing but the tokens before them: no penalties, and no guide that constrains them now."""
-    return sequence.counts is None and (sequence.request.guide is None or getattr(sequence.request.guide, "is_open", False))
+    return sequence.counts is None and is_open(sequence.request.guide)
 
 
 class Drafts:

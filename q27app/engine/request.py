@@ -45,7 +45,7 @@ class Guide(Protocol):
         """Show newly accepted tokens (one or more, end-of-text tokens included), in order."""
         ...
 
-    # is_open: bool, optional: `mask` gives None for any prefix until `advance` is called again.
+    # is_open: bool, optional: `mask` gives None for any prefix until `advance` is called again (see `is_open`).
     # may_divert: bool, optional: `advance`, shown one token more, may well drop it or force others and go on; without it, it may.
     # Where it was False and that happens, the answer's state is computed again.
 
@@ -55,6 +55,11 @@ class Guide(Protocol):
         Returns uint32 [ceil(vocab_size / 32)], bit i % 32 of word i // 32 set if id i is allowed; None = all.
         """
         ...
+
+
+def is_open(guide: Guide | None) -> bool:
+    """Nothing constrains what is drawn next: there is no guide, or it says so."""
+    return guide is None or getattr(guide, "is_open", False)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from q27app.engine.drafter import Drafter, shares_of
 from q27app.engine.masks import masks_for
 from q27app.engine.pace import BACKGROUND_GAP_MS, GAP_MS, PrefillPace
 from q27app.engine.prefix_cache import Match, PrefixCache
-from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs
+from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs, is_open
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.slot_pool import SlotPool
 from q27app.engine.work import Drawn, Part, Work
@@ -243,8 +243,7 @@ class Scheduler:
         """A pass was started behind another one, with no masks: ask the guides that constrain its draws since they know what that one
         drew. Whether any does."""
         for part in work.parts:
-            guide = part.sequence.request.guide
-            if guide is not None and not part.is_void and not getattr(guide, "is_open", False):
+            if not part.is_void and not is_open(part.sequence.request.guide):
                 part.masks = self._masks(part.sequence, [])
         return any(part.masks is not None for part in work.parts)
 
