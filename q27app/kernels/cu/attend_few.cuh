@@ -165,6 +165,36 @@ template <int PARTS> struct KeyRun {
   }
 };
 
+// Sums of the columns over the eight lanes that hold parts of each, left at to[column] for the sum over the warps.
+template <int TILES> __device__ __forceinline__ void leave_sums(float (&sum)[TILES][2], float* to, int g, int c) {
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
+      if (g == 0) to[n * 8 + 2 * c + i] = sum[n][i];
+    }
+}
+// Of one column, what WARPS warps left, in their order.
+template <int WARPS, int COLUMNS> __device__ __forceinline__ float total_of(const float* sums, int column) {
+  float total = sums[column];
+#pragma unroll
+  for (int w = 1; w < WARPS; ++w) total = __fadd_rn(total, sums[w * COLUMNS + column]);
+  return total;
+}
+// A thread's weighted values of column i of tile n; every second pair of dimensions lies STEP behind the one before.
+template <int STEP, int DT, int TILES> __device__ __forceinline__ void store_values(float* target, const float (&out)[DT][TILES][4], int n, int i) {
+  if constexpr (DT % 2 == 0) {
+#pragma unroll
+    for (int t = 0; t < DT; t += 2)
+      *reinterpret_cast<float4*>(target + t / 2 * STEP) = make_float4(out[t][n][i], out[t][n][2 + i], out[t + 1][n][i], out[t + 1][n][2 + i]);
+  } else {
+#pragma unroll
+    for (int t = 0; t < DT; ++t) *reinterpret_cast<float2*>(target + 2 * t) = make_float2(out[t][n][i], out[t][n][2 + i]);
+  }
+}
+
 // Values of 16 keys from `key` on and one of SLICES shares of the dimensions as the tensor core takes them: thread (g, c) has
 // keys c, c + 8, c + 4, c + 12 and dimensions 2 DT g .. of the slice; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
 // HALVED: thread g has dimensions 4 g .. 4 g + 3 of the slice in each of two halves, and a[0] and a[1] hold the first half's.

@@ -291,29 +291,13 @@ template <int ROWS> struct Columns {
   __device__ __forceinline__ void store(const Item& item) {
     const Place here;
     const int g = here.g, c = here.c;
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
-        if (g == 0) at(M::LARGEST)[here.key_warp * COLUMNS + (here.first_tile + n) * 8 + 2 * c + i] = sum[n][i];
-      }
+    leave_sums(sum, at(M::LARGEST) + here.key_warp * COLUMNS + here.first_tile * 8, g, c);
 #pragma unroll
     for (int n = 0; n < VT; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const long long to = place(p, item, (here.first_value_tile + n) * 8 + 2 * c + i);
-        if (to < 0) continue;
-        float* target = p.part_o + to * HEAD_DIM + here.slice * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES;
-        if constexpr (DIM_TILES % 2 == 0) {
-#pragma unroll
-          for (int t = 0; t < DIM_TILES; t += 2)
-            *reinterpret_cast<float4*>(target + 2 * t) = make_float4(out[t][n][i], out[t][n][2 + i], out[t + 1][n][i], out[t + 1][n][2 + i]);
-        } else {
-#pragma unroll
-          for (int t = 0; t < DIM_TILES; ++t) *reinterpret_cast<float2*>(target + 2 * t) = make_float2(out[t][n][i], out[t][n][2 + i]);
-        }
+        if (to >= 0) store_values<4>(p.part_o + to * HEAD_DIM + here.slice * (HEAD_DIM / SLICES) + g * 2 * DIM_TILES, out, n, i);
       }
     __syncthreads();
     if (here.key_warp == 0 && g == 0)
@@ -323,9 +307,7 @@ template <int ROWS> struct Columns {
         for (int i = 0; i < 2; ++i) {
           const int column = (here.first_tile + n) * 8 + 2 * c + i;
           const long long to = place(p, item, column);
-          float total = at(M::LARGEST)[column];
-#pragma unroll
-          for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
+          const float total = total_of<KEY_WARPS, COLUMNS>(at(M::LARGEST), column);
           const int turn = (item.end - item.start - 1) / KEYS & 1;   // of the last tile
           const float largest = M::HALVED ? at(M::TOP)[turn * COLUMNS + column] : top[M::HALVED ? 0 : n][i];
           if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(largest, total);

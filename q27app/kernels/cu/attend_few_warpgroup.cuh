@@ -268,36 +268,19 @@ template <int ROWS> struct Columns {
   // Reference, sum and weighted values of every column to the partial results.
   __device__ __forceinline__ void store(const Item& item) {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3;
-#pragma unroll
-    for (int n = 0; n < GROUPS; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) sum[n][i] = __fadd_rn(sum[n][i], __shfl_xor_sync(ALL_LANES, sum[n][i], distance));
-        if (g == 0) at(M::LARGEST)[warp * COLUMNS + n * 8 + 2 * c + i] = sum[n][i];
-      }
+    leave_sums(sum, at(M::LARGEST) + warp * COLUMNS, g, c);
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const long long to = place(p, item, n * 8 + 2 * c + i);
-        if (to < 0) continue;
-        float* target = p.part_o + to * HEAD_DIM + (TURNED_VALUES ? warp * 32 + g * 4 : (warp * 8 + g) * 2 * DIM_TILES);
-        if constexpr (DIM_TILES % 2 == 0) {
-#pragma unroll
-          for (int t = 0; t < DIM_TILES; t += 2)
-            *reinterpret_cast<float4*>(target + (TURNED_VALUES ? t / 2 * BLOCK_DIMS : 2 * t)) = make_float4(out[t][n][i], out[t][n][2 + i], out[t + 1][n][i], out[t + 1][n][2 + i]);
-        } else {
-#pragma unroll
-          for (int t = 0; t < DIM_TILES; ++t) *reinterpret_cast<float2*>(target + 2 * t) = make_float2(out[t][n][i], out[t][n][2 + i]);
-        }
+        const int first = TURNED_VALUES ? warp * 32 + g * 4 : (warp * 8 + g) * 2 * DIM_TILES;
+        if (to >= 0) store_values<TURNED_VALUES ? BLOCK_DIMS : 4>(p.part_o + to * HEAD_DIM + first, out, n, i);
       }
     __syncthreads();
     for (int column = thread; column < COLUMNS; column += THREADS) {
       const long long to = place(p, item, column);
-      float total = at(M::LARGEST)[column];
-#pragma unroll
-      for (int w = 1; w < KEY_WARPS; ++w) total = __fadd_rn(total, at(M::LARGEST)[w * COLUMNS + column]);
+      const float total = total_of<KEY_WARPS, COLUMNS>(at(M::LARGEST), column);
       const float base = at(M::REFERENCE)[column];
       if (to >= 0) reinterpret_cast<float2*>(p.part_ml)[to] = make_float2(base == NO_REFERENCE ? -INFINITY : base, total);
     }
