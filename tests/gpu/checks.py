@@ -185,19 +185,25 @@ def few_multiprocessors(device: CudaDevice) -> None:
         device.card = replace(device.card, num_sms=int(os.environ["GPU_SMS"]))
 
 
+def row_counts(otherwise: str) -> tuple[int, ...]:
+    """GPU_ROWS, or these."""
+    return tuple(int(count) for count in os.environ.get("GPU_ROWS", otherwise).split())
+
+
 def sanitized_nano(device: CudaDevice) -> None:
     """Every kernel at small shapes and all row counts, for compute-sanitizer; GPU_KV: formats; GPU_ROWS: counts."""
     few_multiprocessors(device)
     nano = replace(cuda_checks.NANO, hidden_size=256, intermediate_size=512, vocab_size=640)
-    counts = tuple(int(count) for count in os.environ.get("GPU_ROWS", "1 2 3 5 8 12 16 17").split())
+    counts = row_counts("1 2 3 5 8 12 16 17")
     for kv_format in os.environ.get("GPU_KV", "fp16 fp8").split():
         attempt(f"nano {kv_format}", lambda kv_format=kv_format: big.touch_everything(device, nano, kv_format, counts))
 
 
 def sanitized_wide(device: CudaDevice) -> None:
-    """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows."""
+    """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows; GPU_SMS and GPU_ROWS count here too."""
+    few_multiprocessors(device)
     wide = replace(config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
-    attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", (1, 8, 17)))
+    attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", row_counts("1 8 17")))
 
 
 def sanitized(device: CudaDevice) -> None:
