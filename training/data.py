@@ -8,9 +8,11 @@ again can only be foretold by looking back for it, which is what copying and cal
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import sys
+from collections import deque
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 4, 256: 9, 512: 28, 1024: 22, 2048: 11, 4096: 14, 8192: 12}
+SHARES = {128: 4, 256: 13, 512: 28, 1024: 20, 2048: 9, 4096: 14, 8192: 12}
 EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.15
@@ -30,8 +32,9 @@ REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.4, 0.04), (1.0, 0.0))
 """(until this share of the run, share of the batches that are `repeats` alone)."""
 REPEAT_LENGTH = 8192
 """The longest class whose rows are filled up."""
-WAITING = 3
-"""Batches a worker may be ahead."""
+WAITING, WAITING_LATE = 3, 40
+"""Batches a worker may be ahead; late: where the mixture no longer changes with the run's share, so that what is made while the network
+is fused is not lost."""
 
 
 def repeats(rng: np.random.Generator, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,6 +92,7 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
     from curriculum.render import Renderer
     from q27app.chat.tokenizer import Tokenizer
 
+    os.nice(5)  # the process that launches the card's work goes first
     renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
     know_pieces([renderer.tokenizer.decode([token]) for token in range(min(renderer.tokenizer.control_ids.values()))])
     while True:
@@ -102,11 +106,17 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
 
 
 class BatchSource:
-    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done."""
+    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done.
 
-    def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int, longest: int = 8192) -> None:
+    again: how many earlier batches are kept, to be taken once more where no new one is ready (0: wait). waited and repeated count.
+    """
+
+    def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int, longest: int = 8192,
+                 waiting: int = WAITING, again: int = 0, is_pinned: bool = False) -> None:
         context = get_context("spawn")
-        self._queue = context.Queue(maxsize=WAITING * workers)
+        self._queue = context.Queue(maxsize=waiting * workers)
+        self._kept: deque = deque(maxlen=again)
+        self._is_pinned = is_pinned
         self.share = context.Value("d", 0.0, lock=False)
         self._workers = [
             context.Process(target=work, daemon=True,
@@ -114,22 +124,30 @@ class BatchSource:
             for index in range(workers)]
         for worker in self._workers:
             worker.start()
-        self.waited = 0
+        self.waited = self.repeated = 0
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next finished batch; raises RuntimeError if the workers ended."""
         try:
             tokens, weights = self._queue.get_nowait()
+            self._kept.append((tokens, weights))
         except queue.Empty:
-            self.waited += 1
-            while True:
-                try:
-                    tokens, weights = self._queue.get(timeout=20)
-                    break
-                except queue.Empty:
-                    if not any(worker.is_alive() for worker in self._workers):
-                        raise RuntimeError("the workers that make batches ended; run one alone to see why") from None
-        return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
+            if len(self._kept) * 4 >= (self._kept.maxlen or 1):
+                self.repeated += 1
+                tokens, weights = self._kept.popleft()
+            else:
+                self.waited += 1
+                tokens, weights = self._wait()
+        found = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
+        return (found[0].pin_memory(), found[1].pin_memory()) if self._is_pinned else found
+
+    def _wait(self) -> tuple[np.ndarray, np.ndarray]:
+        while True:
+            try:
+                return self._queue.get(timeout=20)
+            except queue.Empty:
+                if not any(worker.is_alive() for worker in self._workers):
+                    raise RuntimeError("the workers that make batches ended; run one alone to see why") from None
 
     def close(self) -> None:
         for worker in self._workers:

@@ -25,11 +25,12 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from data import BatchSource  # noqa: E402
+from data import SHARES, WAITING, WAITING_LATE, BatchSource  # noqa: E402
 from evaluate import scores  # noqa: E402
 from model import Config, Network  # noqa: E402
 from optimizer import make_optimizers  # noqa: E402
 from quantise import Rounding  # noqa: E402
+from recorded import Recorded  # noqa: E402
 
 MATRIX_LR = 0.02
 OTHER_LR = 0.003
@@ -47,6 +48,8 @@ DRAFT_PART = 4
 """Drafts are trained on one in so many sequences."""
 DRAFT_WEIGHT = 0.2
 SAVE_EVERY_S = 60
+RECORDING_S = 45
+"""No more steps are recorded after so many seconds of it."""
 REFILL_STEPS = 40
 """Rates rise over so many steps where the optimizers start anew on trained weights: until their momenta mean something."""
 
@@ -83,6 +86,11 @@ def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, dep
     return found
 
 
+def drafts_of(length: int) -> int:
+    """How many depths are trained at this length, on steps that train any."""
+    return DRAFT_DEPTHS if length <= DRAFT_MAX_LENGTH else 1
+
+
 def save_half(path: Path, network: Network, used: float, step: int) -> None:
     """The weights alone, matrices in float16: half the size, and nothing that a Q8 file would notice."""
     weights = {name: value.half() if value.dim() == 2 else value for name, value in network.state_dict().items()}
@@ -110,11 +118,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=98304, help="tokens a step")
     parser.add_argument("--longest", type=int, default=8192, help="leave out longer length classes; small ones try the script on a CPU")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="where no batch is ready, take one of the last N once more")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="go on from last.pt in --out")
     parser.add_argument("--start", type=Path, metavar="HALF.pt", help="go on from half.pt of an earlier part, optimizers anew")
     parser.add_argument("--profile", action="store_true", help="print where the card's time goes in a few early steps")
     parser.add_argument("--compile", action="store_true", help="fuse the parts of the network; a minute at the start")
+    parser.add_argument("--record", action="store_true", help="steps from recorded CUDA graphs where that can be done; with --compile")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="held-out examples of each set at the end")
     parser.add_argument("--reserve", type=float, default=0.0, metavar="GB", help="take this much of the GPU's memory before anything else does")
     parser.add_argument("--exact", action="store_true", help="the delta rule in float32 on a GPU too")
@@ -141,6 +151,7 @@ class Run:
         self.optimizers = make_optimizers(self.network, MATRIX_LR, OTHER_LR)
         self.rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.rounding = Rounding(self.network)
+        self.gradients = self._gradients
         self.used_before, self.step, self.refills = 0.0, 0, REFILL_STEPS
         if options.resume and self.checkpoint.exists():
             self._load()
@@ -168,12 +179,29 @@ class Run:
         return self.used_before + time.monotonic() - self.started
 
     def _warm_up(self, source: BatchSource) -> None:
-        """Fuse what is to be fused before the clock starts: gradients of a step with drafts and one without, no update."""
-        tokens, weights = (part.to(self.device) for part in source.next())
-        for depths in (DRAFT_DEPTHS, 0) if self.options.compile else ():
-            with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-                sum(losses_of(self.network, tokens.view(-1, 256), weights.view(-1, 256), depths)).backward()
+        """Fuse what is to be fused before the clock starts, by the gradients of a step with drafts and of one without, no update; then
+        record steps of every length."""
+        options, (tokens, weights) = self.options, source.next()
+        for drafts in (DRAFT_DEPTHS, 0) if options.compile else ():
+            self._gradients(tokens.view(-1, 256).to(self.device), weights.view(-1, 256).to(self.device), drafts)
             self.network.zero_grad(set_to_none=True)
+        print(f"fused after {time.monotonic() - self.started:.0f} s", flush=True)
+        if options.record and self.device == "cuda":
+            recorded = Recorded(self.network, self._gradients)
+            shapes = [(length, drafts) for length in sorted(SHARES, key=SHARES.get, reverse=True) if length <= options.longest
+                      for drafts in (0, drafts_of(length))]
+            if recorded.prepare(tokens, weights, shapes, time.time() + RECORDING_S):
+                self.gradients = recorded
+            print(f"recorded after {time.monotonic() - self.started:.0f} s, "
+                  f"{torch.cuda.max_memory_reserved() / 1e9:.0f} GB", flush=True)
+
+    def _gradients(self, tokens: torch.Tensor, weights: torch.Tensor, drafts: int) -> list[torch.Tensor]:
+        """Add a step's gradients to the parameters' and return its losses, not yet waited for."""
+        tokens, weights = (part.to(self.device, non_blocking=True) for part in (tokens, weights))
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            losses = losses_of(self.network, tokens, weights, drafts)
+        (losses[0] + DRAFT_WEIGHT * sum(losses[1:])).backward()
+        return losses
 
     def train_step(self, tokens: torch.Tensor, weights: torch.Tensor, share: float) -> list[torch.Tensor]:
         """One update; its losses, not yet waited for."""
@@ -182,13 +210,10 @@ class Run:
                 group["lr"] = rate * learning_rate(share, self.options.highest) * min(1.0, (self.refills + 1) / REFILL_STEPS)
         self.refills += 1
         has_drafts = share >= DRAFTS_FROM or self.step % DRAFT_EVERY == 0
-        depths = (DRAFT_DEPTHS if tokens.shape[1] <= DRAFT_MAX_LENGTH else 1) if has_drafts else 0
         is_rounded = share >= ROUND_FROM and random.random() < ROUND_SHARE
         if is_rounded:
             self.rounding.apply()
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            losses = losses_of(self.network, tokens, weights, depths)
-        (losses[0] + DRAFT_WEIGHT * sum(losses[1:])).backward()
+        losses = self.gradients(tokens, weights, drafts_of(tokens.shape[1]) if has_drafts else 0)
         if is_rounded:
             self.rounding.restore()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
@@ -200,7 +225,9 @@ class Run:
 
     def run(self) -> None:
         options = self.options
-        source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step, longest=options.longest)
+        is_late = self.used_before > 0.5 * self.total
+        source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step, longest=options.longest,
+                             waiting=WAITING_LATE if is_late else WAITING, again=options.again, is_pinned=self.device == "cuda")
         if options.compile:
             self.network.compile_parts()
         random.seed(options.seed + self.step)
@@ -217,7 +244,7 @@ class Run:
                 before, source.share.value = time.monotonic(), min(share, 1.0)
                 if options.profile and self.step - first_step == 40:
                     self._profile(source, share)
-                tokens, weights = (part.to(self.device, non_blocking=True) for part in source.next())
+                tokens, weights = source.next()
                 losses = self.train_step(tokens, weights, share)
                 if self.step % 10 == 0:
                     values = [round(float(loss.detach()), 4) for loss in losses]
@@ -238,7 +265,8 @@ class Run:
         source.close()
         spent = max(1e-9, time.monotonic() - self.started)
         print(f"stopped at step {self.step}, {self.used / 60:.2f} minutes used; {spent / max(1, self.step - first_step) * 1e3:.0f} ms a "
-              f"step, {(self.step - first_step) * options.tokens / spent:.0f} tokens/s, waited for {source.waited} batches")
+              f"step, {(self.step - first_step) * options.tokens / spent:.0f} tokens/s, waited for {source.waited} batches, "
+              f"took {source.repeated} again")
         for key, values in sorted(timings.items()):
             print(f"length {key[0]}, drafts {key[1]}: {len(values)} steps, host median {sorted(values)[len(values) // 2] * 1e3:.0f} ms")
 
@@ -249,8 +277,7 @@ class Run:
         begin = time.monotonic()
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(6):
-                tokens, weights = (part.to(self.device) for part in source.next())
-                self.train_step(tokens, weights, share)
+                self.train_step(*source.next(), share)
             torch.cuda.synchronize()
         print(f"profiled 6 steps in {time.monotonic() - begin:.2f} s")
         print(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=70))
@@ -261,7 +288,7 @@ class Run:
         from model import PARTS
         from q27app.chat.tokenizer import Tokenizer
 
-        self.network.parts = dict(PARTS)
+        self.network.parts, self.gradients = dict(PARTS), self._gradients
         renderer, found = Renderer(Tokenizer.from_file(self.options.tokenizer)), {}
         for tier in ("f32", "q8", "q4s"):
             if tier != "f32":

@@ -23,7 +23,7 @@ CHARS_A_TOKEN = 2.4
 TOOL_CHARS_A_TOKEN = 3.5
 """Of declarations as Python prints them."""
 PLAIN = (
-    (facts, 28), (arithmetic, 16), (follow_up, 3), (copying, 20), (editing, 8), (summary, 6), (extraction, 9), (listing, 3),
+    (facts, 28), (arithmetic, 16), (follow_up, 3), (copying, 32), (editing, 8), (summary, 6), (extraction, 9), (listing, 3),
 )
 WITH_TOOLS = ((tool_call, 11), (tool_session, 20), (refusal, 3))
 SYSTEMS = (
@@ -113,7 +113,7 @@ def conversation(rng: random.Random, length: int) -> Conversation:
         return _single(rng, length, small)
     if length == 256:
         kind = rng.random()
-        return _sums(rng, length) if kind < 0.35 else _dense_recall(rng, length) if kind < 0.5 else _session(rng, length, tools=False)
+        return _sums(rng, length) if kind < 0.22 else _dense_recall(rng, length) if kind < 0.36 else _session(rng, length, tools=False)
     kind = rng.random()
     if kind < 0.72:
         return _session(rng, length, tools=True)
