@@ -1,6 +1,6 @@
 // Few rows by a warpgroup (compute capability 9.0): keys, and dimensions of values, are the 64 rows of a product, expanded in registers
-// once for all columns; queries and weights lie in shared memory. Two groups of products are on their way at a time, as
-// far as the compiler lets them: nvcc 13.0 makes each wait (docs/measurements.md, by warpgroups).
+// once for all columns; queries and weights lie in shared memory. Two groups of products are on their way at a time, and none from one
+// round to the next: nvcc 13.0 would make each product wait (C7515).
 //
 // Weights are taken against a reference: the largest score of a column's tile when it was last raised, and HEADROOM powers of two
 // above it. A tile seldom asks for more; then its weights are made anew against raised ones.
@@ -342,6 +342,9 @@ template <int ROWS> struct Columns {
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) sum[n][0] = __fadd_rn(sum[n][0], more[n][0]), sum[n][1] = __fadd_rn(sum[n][1], more[n][1]);
       add_values(values, tile);
+      finish<0>(0), finish<0>(1);
+#pragma unroll
+      for (int t = 0; t < DIM_TILES; ++t) warpgroup_settle(out[t]);
     }
     finish<0>(0), finish<0>(1);
 #pragma unroll
