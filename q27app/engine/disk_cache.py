@@ -1,9 +1,9 @@
 """States that survive the process: a folder of entry files with a byte budget, written behind by a thread of its own.
 
-The engine thread asks (`candidates`, `begin_read`, `wants`, `write`); a reader thread reads what was asked for, the writer thread
-writes, one entry at a time, and evicts the least recently used ones, whoever wrote them. Several processes may share a folder: a
-file that vanishes is a miss, one that appears is found when the folder has changed. A folder that cannot be used switches the
-cache off with one log line.
+The engine thread asks (`candidates`, `begin_read`, `wants`, `write`); reader threads read what was asked for, the writer thread
+writes, one entry at a time, and evicts the least recently used ones, whoever wrote them. The most recent entries are read when the
+cache is opened, before anybody asks. Several processes may share a folder: a file that vanishes is a miss, one that appears is found
+when the folder has changed. A folder that cannot be used switches the cache off with one log line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,15 +21,18 @@ from typing import Any
 import numpy as np
 
 from q27app.engine.disk_entry import (
-    KINDS, DiskEntry, entries_of, entry_name, read_head, read_payload, remove_leftovers, write_entry,
+    KINDS, READERS, DiskEntry, entries_of, entry_name, read_head, remove_leftovers, write_entry,
 )
+from q27app.engine.disk_reading import Reading
+from q27app.kernels.batch import BLOCK_POSITIONS
 
 log = logging.getLogger("q27app.engine")
 
 MIN_TOKENS = 512
 STEP_TOKENS = 2048
-PREFETCHED = 2
-MAX_PREFETCH_BYTES = 4 << 30
+EARLY = 2
+"""Entries that are read when the cache is opened."""
+MAX_EARLY_BYTES = 4 << 30
 MAX_INDEXED = 4096
 
 
@@ -53,7 +56,8 @@ class DiskCache:
         self.num_written = self.num_read = self.num_failed = 0
         self._is_off = not self._open()
         self._thread = threading.Thread(target=self._write_behind, name="q27app-disk-cache", daemon=True)
-        self._reader = ThreadPoolExecutor(1, "q27app-disk-reader")
+        self._readers = ThreadPoolExecutor(READERS, "q27app-disk-reader")
+        self._early: list[Reading] = []
         if not self._is_off:
             self._thread.start()
 
@@ -111,23 +115,51 @@ class DiskCache:
             if least <= entry.num_tokens < len(prompt) and np.array_equal(entry.tokens, prompt[:entry.num_tokens]):
                 yield entry
 
-    def begin_read(self, entry: DiskEntry) -> Future:
-        """Read an entry while the engine goes on; `end_read` takes the future's result."""
-        return self._reader.submit(self._read, entry)
+    def read_early(self, slot_bytes: int, block_bytes: int, max_blocks: int) -> None:
+        """Begin to read the most recent entries that have these sizes and at most so many blocks: the first request will probably
+        want one."""
+        room, files = MAX_EARLY_BYTES, [] if self._is_off else sorted(_files(self.folder), reverse=True)
+        for _, size, path in files[:EARLY]:
+            entry = self._entries.get(path.name)
+            if (entry is not None and (entry.slot_bytes, entry.block_bytes) == (slot_bytes, block_bytes)
+                    and entry.num_tokens <= BLOCK_POSITIONS * max_blocks and size <= room):
+                room -= size
+                self._early.append(Reading(entry, self._readers))
 
-    def end_read(self, entry: DiskEntry, data: tuple[np.ndarray, np.ndarray] | None) -> tuple[np.ndarray, np.ndarray] | None:
-        """(uint8 [slot_bytes], uint8 [n / 64, block_bytes]); None for an entry that is gone or damaged, which is deleted."""
-        if data is None:
+    def take_early(self) -> Reading | None:
+        """The most recent one of those that `read_early` began and nobody has asked for."""
+        return self._early.pop(0) if self._early else None
+
+    def put_early(self, reading: Reading) -> None:
+        """It will be taken again."""
+        self._early.insert(0, reading)
+
+    @property
+    def has_early(self) -> bool:
+        return bool(self._early)
+
+    def begin_read(self, entry: DiskEntry) -> Reading:
+        """Read an entry while the engine goes on, unless that has begun; `end_read` takes it when it is over."""
+        known = next((reading for reading in self._early if reading.entry.path == entry.path), None)
+        if known is None:
+            return Reading(entry, self._readers)
+        self._early.remove(known)
+        return known
+
+    def end_read(self, reading: Reading) -> bool:
+        """Whether an entry was read whole; one that is gone or damaged is deleted. Called once the reading is over."""
+        entry = reading.entry
+        if reading.is_damaged:
             self.num_failed += 1
             self._entries.pop(entry.path.name, None)
             log.warning("the disk cache's entry %s is damaged or gone", entry.path.name)
             with contextlib.suppress(OSError):
                 entry.path.unlink()
-            return None
+            return False
         self.num_read += 1
         with contextlib.suppress(OSError):
             os.utime(entry.path)
-        return data
+        return True
 
     @property
     def is_off(self) -> bool:
@@ -160,7 +192,8 @@ class DiskCache:
 
     def close(self) -> None:
         """Finish what is queued, end the thread."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._early.clear()
+        self._readers.shutdown(wait=True, cancel_futures=True)
         if not self._is_off and self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(60)
@@ -171,20 +204,9 @@ class DiskCache:
         return {"is_on": not self._is_off, "entries": len(self._entries), "written": self.num_written,
                 "read": self.num_read, "failed": self.num_failed}
 
-    # reader thread
-
-    @staticmethod
-    def _read(entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
-        try:
-            return read_payload(entry)
-        except Exception:  # what memory or the system does not give for it ends nobody's request
-            log.exception("the disk cache could not read the entry %s", entry.path.name)
-            return None
-
     # writer thread
 
     def _write_behind(self) -> None:
-        self._prefetch()
         while (item := self._queue.get()) is not None:
             tokens, kind, slot, blocks = item
             try:
@@ -198,17 +220,6 @@ class DiskCache:
                 del item, slot, blocks
                 with self._lock:
                     self._num_waiting -= 1
-
-    def _prefetch(self) -> None:
-        """Bring the most recent entries into the system's page cache."""
-        room = MAX_PREFETCH_BYTES
-        for _, size, path in sorted(_files(self.folder), reverse=True)[:PREFETCHED]:
-            room -= size
-            if room < 0:
-                return
-            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-                while file.read(8 << 20):
-                    pass
 
 
 def _files(folder: Path) -> list[tuple[int, int, Path]]:

@@ -1,7 +1,7 @@
 """One state on disk: how an entry file is laid out, written and read. No policy.
 
     bytes                what (little endian)
-    8                    magic "Q27SNAP1"
+    8                    magic "Q27SNAP2"
     32                   fingerprint of model, geometry, KV format and layout
     u32 u32              kind (0 turn, 1 system), number of chunks
     u64 u64 u64          number of tokens n (a multiple of 64), bytes of a slot, bytes of a block
@@ -22,7 +22,6 @@ import os
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -31,10 +30,10 @@ import numpy as np
 
 from q27app.kernels.batch import BLOCK_POSITIONS
 
-MAGIC = b"Q27SNAP1"
+MAGIC = b"Q27SNAP2"
 SUFFIX = ".q27snap"
 TEMP_PREFIX = ".writing-"
-CHUNK = 16 << 20
+CHUNK = 4 << 20
 MAX_TOKENS, MAX_CHUNKS = 1 << 22, 1 << 16
 READERS = min(16, os.cpu_count() or 1)
 """Threads that read and check a payload; both happen outside the interpreter's lock."""
@@ -62,6 +61,11 @@ class DiskEntry:
 
 def _digest(data: bytes | memoryview, size: int = 16) -> bytes:
     return hashlib.blake2b(data, digest_size=size).digest()
+
+
+def is_digest(data: memoryview, digest: bytes) -> bool:
+    """Whether these are the bytes of a chunk that has this digest."""
+    return _digest(data) == digest
 
 
 def entry_name(fingerprint: bytes, tokens: np.ndarray) -> str:
@@ -116,12 +120,12 @@ def read_head(path: Path, fingerprint: bytes | None = None) -> DiskEntry | None:
     """The head of a file; None if it is none, damaged, of another size than it says, or of another fingerprint."""
     try:
         with open(path, "rb") as file:
-            return _read_head(path, file, fingerprint)
+            return head_of(path, file, fingerprint)
     except OSError:
         return None
 
 
-def _read_head(path: Path, file: BinaryIO, fingerprint: bytes | None) -> DiskEntry | None:
+def head_of(path: Path, file: BinaryIO, fingerprint: bytes | None) -> DiskEntry | None:
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or head[:8] != MAGIC:
         return None
@@ -144,30 +148,7 @@ def _read_head(path: Path, file: BinaryIO, fingerprint: bytes | None) -> DiskEnt
     return DiskEntry(path, found, KINDS[kind], tokens, slot_bytes, block_bytes, digests, offset)
 
 
-def read_payload(entry: DiskEntry) -> tuple[np.ndarray, np.ndarray] | None:
-    """(uint8 [slot_bytes], uint8 [n / 64, block_bytes]); None if the file is gone or not what its head says."""
-    num_blocks = entry.num_tokens // BLOCK_POSITIONS
-    data = np.empty(entry.slot_bytes + num_blocks * entry.block_bytes, np.uint8)
-    view = memoryview(data)
-    try:
-        with open(entry.path, "rb", buffering=0) as file:
-            again = _read_head(entry.path, file, entry.fingerprint)
-            if again is None or again.digests != entry.digests or not np.array_equal(again.tokens, entry.tokens):
-                return None
-
-            def is_right(index: int) -> bool:
-                chunk = view[index * CHUNK:(index + 1) * CHUNK]
-                return _fill(file.fileno(), entry.payload_offset + index * CHUNK, chunk) and _digest(chunk) == entry.digests[index]
-
-            with ThreadPoolExecutor(READERS) as readers:
-                if not all(readers.map(is_right, range(len(entry.digests)))):
-                    return None
-    except OSError:
-        return None
-    return data[:entry.slot_bytes], data[entry.slot_bytes:].reshape(num_blocks, entry.block_bytes)
-
-
-def _fill(descriptor: int, offset: int, view: memoryview) -> bool:
+def fill(descriptor: int, offset: int, view: memoryview) -> bool:
     """Read exactly this much from a place of the file; False at an early end."""
     done = 0
     while done < len(view):

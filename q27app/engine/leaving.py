@@ -101,5 +101,5 @@ class Leaving:
             piece, skipped = entry.pieces[start // size], max(0, len(shared) - start)
             at = max(0, start - len(shared))
             self._state.import_blocks(own[at:at + len(piece) - skipped].tolist(), piece[skipped:])
-        if self._store.adopt(entry.tokens, np.concatenate([shared, own]), entry.slot, "host") is not None:
+        if self._store.adopt(entry.tokens, np.concatenate([shared, own]), "host", entry.slot) is not None:
             self.host.num_used += 1

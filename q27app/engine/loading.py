@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from q27app.engine.drafter import Drafter
 from q27app.engine.prefix_cache import PrefixCache
 from q27app.engine.runner import RunsBatches
 from q27app.engine.slot_pool import SlotPool
+from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.engine.warm_up import WarmUp
 from q27app.errors import UsageError
 from q27app.kernels.backend import State
@@ -36,6 +38,10 @@ MAX_SHARED_SLOTS = {"numpy": 0, "cuda": MAX_DECODE_ROWS}
 EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
 """Draft steps that are queued before the host looks at what they drew."""
+WARM_UP_S = 1.0
+"""How long a card runs and records the likeliest shapes before it is ready; the others come while nobody waits."""
+ARRIVE_S = 1.0
+"""How long it waits for the last states from disk."""
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
 EMBED_PLACES = ("auto", "device", "host")
 MAX_PREFILL_CHUNK = 65_536
@@ -79,7 +85,8 @@ class EngineConfig:
     common_ids: int | None = None
     """Most drafts are among so many first ids of the vocabulary and its last 512; 0 = among all, always; None = 98,304."""
     warm_up: bool = False
-    """Run, record and time every usual shape of a pass before the first request; else a card does that while nobody waits."""
+    """Run, record and time every usual shape of a pass before the first request; else a card begins with the likeliest and does the
+    others while nobody waits."""
     fixed_draft: bool = False
     """Always draft max_draft tokens (tests, measurements)."""
     cache: bool = True
@@ -210,8 +217,7 @@ def _load(
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
     slots = SlotPool(plan.num_slots)
     warm_up = _warm_up(model, state, slots, blocks, drafter)
-    while config.warm_up and warm_up.has_work:
-        warm_up.step()
+    _make_ready(config, backend, warm_up, cache)
 
     def close() -> None:
         with closing(backend):
@@ -233,6 +239,15 @@ def _load(
         checksums=tuple(backend.checksums()) if config.verify_weights else (),
         close=close,
     )
+
+
+def _make_ready(config: EngineConfig, backend: Any, warm_up: WarmUp, cache: SnapshotCache | None) -> None:
+    """The likeliest shapes are run and recorded, while the last states are read from disk; then those get their places."""
+    until = time.monotonic() + (WARM_UP_S if backend.is_ahead else 0.0)
+    while warm_up.has_work and (config.warm_up or time.monotonic() < until):
+        warm_up.step()
+    if cache is not None:
+        cache.arrive(ARRIVE_S)
 
 
 def _with_cache(config: EngineConfig, plan: MemoryPlan, backend_name: str) -> tuple[MemoryPlan, CachePlan]:
@@ -257,7 +272,7 @@ def _light(config: EngineConfig, backend: str, container: Container, geometry: M
 def _cache(
     config: EngineConfig, cache_plan: CachePlan, container: Container, model: Any, state: State, plan: MemoryPlan,
     blocks: BlockPool, drafter: Drafter | None,
-) -> PrefixCache:
+) -> SnapshotCache:
     fingerprint = b""
     if config.cache_dir:
         warms_mtp = drafter is not None and drafter.needs_mtp

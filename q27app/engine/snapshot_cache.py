@@ -19,14 +19,14 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence as Seq
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from q27app.engine.arrival import Arrivals
 from q27app.engine.block_pool import BlockPool
-from q27app.engine.disk_cache import DiskCache, DiskEntry
+from q27app.engine.disk_cache import DiskCache
 from q27app.engine.host_cache import HostCache
 from q27app.engine.leaving import Leaving
 from q27app.engine.prefix_cache import Match
@@ -71,8 +71,8 @@ class SnapshotCache:
             self.store.leaving = Leaving(state, self.store, host)
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_RECENT)
         self._asked: tuple[Request, np.ndarray, Reuse] | None = None
-        self._disk_tried: Request | None = None
-        self._reading: tuple[Request, DiskEntry, Future] | None = None
+        self._prepared: Request | None = None
+        self._arrivals = None if disk is None else Arrivals(state, self.store, blocks, disk)
         self._export: Export | None = None
         self._reuse: dict[str, Reuse] = {}
         self._lent: dict[Sequence, list[tuple[int, int]]] = {}
@@ -95,39 +95,17 @@ class SnapshotCache:
     def prepares(self, request: Request, wait_s: float) -> bool:
         """A longer state than those on the device is looked for once a request: in host memory, then the longest whole one on
         disk."""
-        if self._disk_tried is request:
+        if self._prepared is request:
             return False
-        prompt = self._prompt_of(request)
-        if self._reading is not None and self._reading[0] is not request:
-            self._reading = None   # who asked for that one has gone
-        if self.store.leaving is not None and self._reading is None:
+        prompt, arrivals = self._prompt_of(request), self._arrivals
+        if arrivals is not None:
+            arrivals.turn_to(request, prompt)
+        if self.store.leaving is not None and not (arrivals is not None and arrivals.is_for(request)):
             self.store.leaving.bring_back(prompt)
-        if self._disk is None:
-            self._disk_tried = request
-            return False
-        if self._reading is not None:
-            _, entry, future = self._reading
-            wait([future], wait_s)
-            if not future.done():
-                return True
-            self._reading = None
-            data = self._disk.end_read(entry, future.result())
-            if data is not None:
-                self._adopt(entry, data, self.store.deepest(prompt, len(prompt)))
-                self._disk_tried = request
-                return False
-        found = self.store.deepest(prompt, len(prompt))
-        least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
-        entry = next(filter(self._has_our_sizes, self._disk.candidates(prompt, least)), None)
-        if entry is None:
-            self._disk_tried = request
-            return False
-        self._reading = (request, entry, self._disk.begin_read(entry))
-        return True
-
-    def _has_our_sizes(self, entry: DiskEntry) -> bool:
-        """A fingerprint stands for the sizes, but only a file's head says that it has that one."""
-        return (entry.slot_bytes, entry.block_bytes) == (self._state.slot_bytes, self._state.block_bytes)
+        if arrivals is not None and arrivals.prepares(request, prompt, wait_s):
+            return True
+        self._prepared = request
+        return False
 
     def _prompt_of(self, request: Request) -> np.ndarray:
         """int32 [n]; a request that waits is asked for again before each pass."""
@@ -142,7 +120,7 @@ class SnapshotCache:
             self._count(request, self._asked[2])
         prompt = self._prompt_of(request)
         wanted = [mark for mark in self._marks(request) if self.store.at(prompt[:mark]) is None]
-        self._asked = self._disk_tried = None
+        self._asked = self._prepared = None
         return wanted
 
     def _count(self, request: Request, reuse: Reuse) -> None:
@@ -217,10 +195,12 @@ class SnapshotCache:
     def reclaim(self, num_blocks: int, num_slots: int) -> None:
         """Snapshots hold none of the slots that requests take, so without a free one nothing is given up."""
         del num_slots
+        if self._arrivals is not None and self._blocks.num_free < num_blocks:
+            self._arrivals.stop()   # whoever is admitted now does not wait for it
         self.store.reclaim(num_blocks)
 
     def owned_blocks(self) -> Iterable[np.ndarray]:
-        return [snapshot.blocks for snapshot in self.store]
+        return [*(snapshot.blocks for snapshot in self.store), *(() if self._arrivals is None else self._arrivals.owned_blocks())]
 
     def owned_slots(self) -> Iterable[int]:
         return ()
@@ -254,34 +234,30 @@ class SnapshotCache:
 
     # disk
 
-    def _adopt(self, entry: DiskEntry, data: tuple[np.ndarray, np.ndarray], found: Snapshot | None) -> None:
-        """Keep what was read, if there is room for it. found: the longest state in memory, whose blocks are its beginning."""
-        if found is not None and found.num_tokens >= entry.num_tokens:
-            return
-        shared = np.zeros(0, np.int32) if found is None else found.blocks
-        own = self.store.room_for(entry.num_tokens, shared)
-        if own is None:
-            return
-        slot_data, block_data = data
-        self._state.import_blocks(own.tolist(), block_data[len(shared):])
-        blocks = np.concatenate([shared, own])
-        self.store.adopt(entry.tokens, blocks, slot_data, "disk")
-
     @property
     def has_spare_work(self) -> bool:
-        return self._has_disk_work or self.store.leaving is not None and self.store.leaving.has_work
+        return (self._has_disk_work or self._arrivals is not None and self._arrivals.has_spare_work
+                or self.store.leaving is not None and self.store.leaving.has_work)
 
     @property
     def _has_disk_work(self) -> bool:
         return self._disk is not None and (self._export is not None or bool(self._to_disk) and self._disk.is_free)
 
     def spare_step(self) -> None:
-        """Copy a piece of a state to host memory, or for the disk's writer, and hand it over when it is whole. Called when
+        """Copy a piece of a state from disk, to host memory, or for the disk's writer, and hand it over when it is whole. Called when
         nobody waits."""
-        if self.store.leaving is not None and self.store.leaving.has_work:
+        if self._arrivals is not None and self._arrivals.has_spare_work:
+            self._arrivals.spare_step()
+        elif self.store.leaving is not None and self.store.leaving.has_work:
             self.store.leaving.step()
         else:
             self._disk_step()
+
+    def arrive(self, seconds: float) -> None:
+        """Let the states come that are read from disk before anybody asks, at most so long."""
+        until = time.monotonic() + seconds
+        while self._arrivals is not None and self._arrivals.has_spare_work and time.monotonic() < until:
+            self._arrivals.spare_step()
 
     def _disk_step(self) -> None:
         if self._disk is None or not self._has_disk_work:
@@ -314,6 +290,8 @@ class SnapshotCache:
         """Write the latest of what waits for the disk, forget the rest."""
         while len(self._to_disk) > MAX_LAST_WRITES:
             self._to_disk.popleft()
+        if self._arrivals is not None:
+            self._arrivals.stop()
         if self._disk is not None:
             while (self._to_disk or self._export) and not self._disk.is_off:
                 self._disk_step() if self._has_disk_work else time.sleep(WRITER_WAIT_S)

@@ -121,6 +121,11 @@ class SnapshotStore:
             self._demote()
         return self._free_slots.pop() if self._free_slots else None
 
+    def lend_free(self) -> int | None:
+        """A device slot that nobody needs soon, else None: no state leaves the device for it."""
+        self._collect()
+        return self._free_slots.pop() if len(self._free_slots) > self._num_spare else None
+
     def give_back(self, slot: int) -> None:
         self._free_slots.append(slot)
 
@@ -130,13 +135,13 @@ class SnapshotStore:
         self._spare()
         return self._keep(Snapshot(tokens, blocks.copy(), kind, slot))
 
-    def adopt(self, tokens: np.ndarray, blocks: np.ndarray, data: np.ndarray, kind: str) -> Snapshot | None:
-        """Keep a state that was read from elsewhere. blocks: in use already; the snapshot becomes their owner, or they are given
-        back and None is returned."""
-        if not self._host_room():
+    def adopt(self, tokens: np.ndarray, blocks: np.ndarray, kind: str, data: np.ndarray | None, slot: int | None = None) -> Snapshot | None:
+        """Keep a state that was read from elsewhere, its recurrent part as host bytes or in a lent slot. blocks: in use already; the
+        snapshot becomes their owner, or they are given back and None is returned."""
+        if slot is None and not self._host_room():
             self._blocks.release(blocks)
             return None
-        return self._keep(Snapshot(tokens, blocks, kind, data=data))
+        return self._keep(Snapshot(tokens, blocks, kind, -1 if slot is None else slot, data))
 
     def _keep(self, snapshot: Snapshot) -> Snapshot:
         self._by_length.setdefault(snapshot.num_tokens, []).append(snapshot)

@@ -26,6 +26,8 @@ TIMES = 3
 """Runs of a shape: plainly, recorded, timed."""
 PREFILLS = (64, 128, 256, 512)
 """Rows of the prefills; each is run twice, the second time is taken."""
+USUAL_DEPTH = 7
+"""Most drafts of a pass as long as few of them are right; deeper ones are for copied text."""
 STEPS = 4
 """Draft steps of a chain that is timed."""
 SAMPLERS = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.9))
@@ -44,8 +46,10 @@ def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: in
     deepest = min(max_draft, MAX_DECODE_ROWS - 1)
     shapes: list[Shape] = [("prefill", PREFILLS[:1]), ("rows", (1,))]
     shapes += [("draft", (1,))] if drafts_mtp else []
-    shapes += [("rows", (1 + depth,)) for depth in range(1, deepest + 1)]
+    depths: list[Shape] = [("rows", (1 + depth,)) for depth in range(1, deepest + 1)]
+    shapes += depths[:USUAL_DEPTH]
     shapes += [("prefill", (rows,)) for rows in PREFILLS if rows <= most_rows for _ in range(1 + (rows > PREFILLS[0]))]
+    shapes += depths[USUAL_DEPTH:]
     for together in range(2, count + 1):
         shapes += [("rows", (1,) * together)] + ([("draft", (1,) * together)] if drafts_mtp else [])
     for together in range(2, count + 1):

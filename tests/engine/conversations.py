@@ -97,6 +97,8 @@ def play(todo: list[Action], open_desk: Callable[[], Desk], cold: Callable[[Requ
             settle_all(desk)
             close(desk)
             desk = open_desk()
+            if action.settles:
+                settle_all(desk)   # what comes from disk is there before anybody asks
         prompt = prompt_of(action, history, vocab, limit)
         marks = {"stable_len": max(0, len(prompt) - 3), "system_len": len(prompt) // 3, "turn_len": len(prompt) * 2 // 3}
         request = Request(f"q{name}", prompt, PARAMS[action.params], **marks)

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from q27app.engine import disk_cache, disk_entry
+from q27app.engine import disk_cache, disk_entry, disk_reading
 from q27app.engine.disk_cache import DiskCache, clear, describe, evict
-from q27app.engine.disk_entry import entries_of, read_head, read_payload, remove_leftovers, write_entry
+from q27app.engine.disk_entry import entries_of, read_head, remove_leftovers, write_entry
+from q27app.engine.disk_reading import Reading
 from q27app.engine.engine import Engine
 from q27app.engine.loading import EngineConfig
 from q27app.engine.request import Request, SamplingParams
@@ -38,8 +40,23 @@ def write(folder, size=128, seed=0, kind="turn", fingerprint=MARK):
     return write_entry(folder, fingerprint, kind, tokens, slot, blocks)
 
 
+def whole(reading: Reading):
+    """(slot, blocks) once it is over; None where it was damaged."""
+    while not reading.is_over:
+        reading.wait(reading.num_bytes, 20)
+    return None if reading.is_damaged else (reading.slot(), reading.blocks(0, reading.num_blocks))
+
+
+def read_payload(entry):
+    with ThreadPoolExecutor(3) as readers:
+        return whole(Reading(entry, readers))
+
+
 def read(cache: DiskCache, entry):
-    return cache.end_read(entry, cache.begin_read(entry).result())
+    reading = cache.begin_read(entry)
+    found = whole(reading)
+    assert cache.end_read(reading) == (found is not None)
+    return found
 
 
 def open_cache(folder, budget=1 << 30, **options) -> DiskCache:
@@ -204,7 +221,7 @@ def test_a_reader_that_fails_is_a_miss(tmp_path, monkeypatch):
     ask(first, prompt_of(200), system_len=128)
     settle_all(first)
     first.loaded.prefix_cache.close()
-    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: (_ for _ in ()).throw(MemoryError("no room")))
     second = desk_of(folder=tmp_path)
     assert ask(second, prompt_of(250)) == 0 and second.loaded.prefix_cache.to_dict()["disk"]["failed"] == 1
     second.loaded.prefix_cache.close()

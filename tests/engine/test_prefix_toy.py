@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from q27app.engine import disk_cache, snapshot_cache
+from q27app.engine import disk_reading, snapshot_cache
 from q27app.engine.disk_cache import DiskCache
 from q27app.engine.host_cache import HostCache
 from q27app.engine.request import FinishReason, Request, SamplingParams
@@ -179,6 +179,12 @@ def test_what_memory_holds_of_a_state_is_not_read_from_disk_again(tmp_path):
     assert np.array_equal(held.blocks, read.blocks[:2])
 
 
+def hold_readers(monkeypatch, gate: threading.Event) -> None:
+    """What is read from disk is not checked before the gate opens."""
+    check = disk_reading.is_digest
+    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: gate.wait(20) and check(*rest))
+
+
 def test_streams_go_on_while_a_state_is_read_from_disk(tmp_path, monkeypatch):
     base, gate = prompt_of(300), threading.Event()
     first = desk_of(folder=tmp_path)
@@ -186,8 +192,7 @@ def test_streams_go_on_while_a_state_is_read_from_disk(tmp_path, monkeypatch):
     first.stepper.settle(base, 0)
     settle_all(first)
     first.loaded.prefix_cache.close()
-    read = disk_cache.read_payload
-    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (gate.wait(20), read(entry))[1])
+    hold_readers(monkeypatch, gate)
     desk = desk_of(folder=tmp_path)
     stream = desk.ask(prompt_of(10, 3), 200)
     desk.stepper.step()
@@ -205,8 +210,8 @@ def test_a_cancel_while_its_state_is_read_from_disk_hides_nothing_from_those_beh
     ask(first, prompt_of(300), system_len=256)
     settle_all(first)
     first.loaded.prefix_cache.close()
-    gate, read = threading.Event(), disk_cache.read_payload
-    monkeypatch.setattr(disk_cache, "read_payload", lambda entry: (gate.wait(20), read(entry))[1])
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
     host = HostCache(1 << 20, min_tokens=64, piece=2)
     desk = desk_of(folder=tmp_path, host=host, slots=2, num_blocks=12)
     for seed in (1, 2):
@@ -215,10 +220,10 @@ def test_a_cancel_while_its_state_is_read_from_disk_hides_nothing_from_those_beh
     desk.ask(prompt_of(310), 5, name="gone")
     for _ in range(3):
         desk.stepper.step()
-    assert desk.loaded.prefix_cache._reading is not None
+    assert desk.loaded.prefix_cache._arrivals._now is not None
     desk.cancel("gone")
     assert ask(desk, (*prompt_of(500, 1), 7)) == 448 and host.num_used == 1
-    assert desk.loaded.prefix_cache._reading is None
+    assert desk.loaded.prefix_cache._arrivals._now is None
     gate.set()
     assert ask(desk, prompt_of(310)) == 256
     desk.loaded.prefix_cache.close()

@@ -3,7 +3,8 @@
     off, on   1 to 16 answers at once over HTTP, without and with drafts: tokens a second, first tokens, gaps
     gap       gaps of an answer while a long prompt is read beside it
     turn      first token of a turn whose beginning is known, some time after the turn before and at once
-    disk      the turn after a restart: first token and text from the folder of states, against a daemon that knows nothing
+    disk      the turn after two restarts: first token and text from the folder of states, against a daemon that knows nothing; with
+              `on` or `turn` other states were written after this one, and only the second restart reads it before it is asked for
     host      conversations that left the card for host memory and come back, without HTTP
     solo      what the engine adds to bare passes, without HTTP
 
@@ -29,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from q27app.bench.endpoint import Endpoint, open_endpoint
-from q27app.bench.exchange import Exchange, ask
-from q27app.bench.prompts import GREEDY, filler_message
+from q27app.bench.exchange import COMPLETIONS, Exchange, ask
+from q27app.bench.prompts import GREEDY, filler, filler_message
 from q27app.bench.report import quantile
 from q27app.child_daemon import ChildDaemon
 from q27app.engine.engine import Engine
@@ -139,15 +140,16 @@ def _of(gaps: list[float]) -> str:
 
 
 async def streams(endpoint: Endpoint, sizes: Sizes, name: str) -> None:
-    """1 to many answers at once, prompts that no cache holds."""
+    """1 to many answers at once, prompts that no cache holds. Plain completions: a constructed model begins a chat's answer with blanks,
+    which are not told before something follows, and the first token would seem to come with the fourth."""
     size = await endpoint.num_chars(sizes.prompt)
     await asyncio.sleep(sizes.settles_s)
     for count in sizes.counts:
         for turn in range(sizes.rounds):
-            bodies = [endpoint.body(filler_message(f"{name} {turn} {count} {k}", size, "Continue this text."), sizes.answer * (1 + (count >= 8)), seed=k, **GREEDY)
-                      for k in range(count)]
+            bodies = [{"model": endpoint.model, "prompt": filler(f"{name} {turn} {count} {k}", size), "max_tokens": sizes.answer * (1 + (count >= 8)), "ignore_eos": True,
+                       "seed": k, **GREEDY} for k in range(count)]
             began = time.perf_counter()
-            found = await asyncio.gather(*(ask(endpoint.client, body) for body in bodies))
+            found = await asyncio.gather(*(ask(endpoint.client, body, COMPLETIONS) for body in bodies))
             line(f"{name}, {count} at once", figures(found, time.perf_counter() - began))
 
 
@@ -220,11 +222,14 @@ def over_http(run: Run, parts: list[str]) -> None:
                     cold = run.part(daemon, "disk, nothing known", following)
                 if "gap" in parts:
                     run.part(daemon, "gap", lambda endpoint: gap(endpoint, sizes))
-        if talk:
-            with run.daemon("daemon started again", **keeps) as daemon:
-                warm = run.part(daemon, "disk, started again", following)
+        for name in ("again", "once more") if talk else ():
+            with run.daemon(f"daemon started {name}", **keeps) as daemon:
+                warm = run.part(daemon, f"disk, started {name}", following)
+                for said in daemon.last_words(200).splitlines():
+                    if "from disk" in said:
+                        line("disk", said)
             if warm is not None and cold is not None:
-                attempt("disk", lambda: _compare(cold, warm))
+                attempt("disk", lambda warm=warm: _compare(cold, warm))
 
 
 def _compare(cold: Exchange, warm: Exchange) -> str:
@@ -289,6 +294,7 @@ def solo(run: Run) -> None:
 
     def opened(config: EngineConfig, progress: Callable) -> Loaded:
         loaded = open_model(config, progress)
+        loaded.model.replays.clear()   # each pass shall be recorded here
         found.update({count: _bare(loaded, count) for count in run.sizes.counts})
         return loaded
 
@@ -349,7 +355,7 @@ def _engine_step(engine: Engine, count: int, tokens: int, turn: int) -> float:
             done.release()
 
     for k in range(count):
-        engine.submit(Request(f"{count}-{turn}-{k}", (*range(100, 150), k), SamplingParams(max_tokens=tokens, ignore_eos=True), cache=False), deliver)
+        engine.submit(Request(f"{count}-{turn}-{k}", (*range(100, 150), k), SamplingParams(max_tokens=tokens, ignore_eos=True)), deliver)
     for _ in range(count):
         assert done.acquire(timeout=120), "no answer in 120 s"
     return 1e3 * (times[-2] - times[10]) / (len(times) - 12)

@@ -1,0 +1,171 @@
+"""How states come from disk: blocks and a slot are taken at once and filled while the rest of the entry is still read and checked.
+They become a snapshot when all of it is right; else they are given back, and nobody has seen them.
+
+    prepares    a request comes that an entry is of use for: its admission waits, who runs goes on
+    spare_step  nobody waits, and the entries that were read when the cache was opened get free blocks
+
+Owned by the engine thread, as part of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from q27app.engine.block_pool import BlockPool
+from q27app.engine.disk_cache import DiskCache
+from q27app.engine.disk_entry import DiskEntry
+from q27app.engine.disk_reading import Reading
+from q27app.engine.request import Request
+from q27app.engine.snapshots import Snapshot, SnapshotStore
+from q27app.kernels.backend import State
+from q27app.kernels.batch import BLOCK_POSITIONS
+
+log = logging.getLogger("q27app.engine")
+
+IMPORTED_BLOCKS = 64
+"""Blocks that are copied to the device at once, so that who runs waits for no more."""
+SPARE_WAIT_S = 0.005
+"""How long a spare step waits for the disk: a request that comes meanwhile waits as long."""
+
+
+class Arrival:
+    """One state on its way. shared: blocks that a kept state has already; own: those to be filled. Both are in use."""
+
+    def __init__(self, state: State, store: SnapshotStore, reading: Reading, shared: np.ndarray, own: np.ndarray) -> None:
+        self._state, self._store, self.reading = state, store, reading
+        self.blocks, self._done = np.concatenate([shared, own]), len(shared)
+        self._slot, self._has_slot = store.lend_free(), False
+        self._began = time.perf_counter()
+
+    def step(self, wait_s: float) -> bool:
+        """Copy some of what has come; where nothing has, wait for it. Whether more is to come."""
+        reading = self.reading
+        if not self._copy() and not reading.is_over:
+            reading.wait(reading.num_bytes, wait_s)
+            self._copy()
+        return not reading.is_damaged and not (reading.is_over and self._has_slot and self._done == len(self.blocks))
+
+    def _copy(self) -> bool:
+        reading = self.reading
+        if not self._has_slot:
+            self._has_slot = reading.num_bytes >= reading.entry.slot_bytes
+            if self._has_slot and self._slot is not None:
+                self._state.import_slot(self._slot, reading.slot())
+            return self._has_slot
+        stop = min(reading.num_blocks, self._done + IMPORTED_BLOCKS)
+        if stop <= self._done:
+            return False
+        self._state.import_blocks(self.blocks[self._done:stop].tolist(), reading.blocks(self._done, stop))
+        self._done = stop
+        return True
+
+    def become_snapshot(self) -> bool:
+        """All of it is right and copied. Whether there was room for it."""
+        tokens, slot = self.reading.entry.tokens, self._slot
+        data = self.reading.slot().copy() if slot is None else None   # a part would hold the whole
+        log.info("a state of %d tokens came from disk: read and checked in %.0f ms, here after %.0f", len(tokens),
+                 1e3 * self.reading.seconds, 1e3 * (time.perf_counter() - self._began))
+        return self._store.adopt(tokens, self.blocks, "disk", data, slot) is not None
+
+    def give_slot_back(self) -> None:
+        if self._slot is not None:
+            self._store.give_back(self._slot)
+
+
+class Arrivals:
+    """See the module. blocks: the pool that the store's blocks are of."""
+
+    def __init__(self, state: State, store: SnapshotStore, blocks: BlockPool, disk: DiskCache) -> None:
+        self._state, self._store, self._blocks, self._disk = state, store, blocks, disk
+        self._now: Arrival | None = None
+        self._for: Request | None = None
+        """Who waits for it; None: nobody, it comes early."""
+        disk.read_early(state.slot_bytes, state.block_bytes, blocks.num_blocks)
+
+    def is_for(self, request: Request) -> bool:
+        """Whether this request's state is on its way."""
+        return self._now is not None and self._for is request
+
+    def turn_to(self, request: Request, prompt: np.ndarray) -> None:
+        """What is on its way is for this request, if it is of use; else it makes room."""
+        if self._now is None or self._for is request:
+            return
+        best = self._best(prompt)[1]
+        if self._for is None and best is not None and best.path == self._now.reading.entry.path:
+            self._for = request
+        else:
+            self.stop()   # who asked for that one has gone, or nobody has
+
+    def prepares(self, request: Request, prompt: np.ndarray, wait_s: float) -> bool:
+        """The longest whole entry for a request is on its way; waits at most wait_s seconds for more of it."""
+        self.turn_to(request, prompt)
+        if self._now is None:
+            found, entry = self._best(prompt)
+            if entry is None or not self._start(self._disk.begin_read(entry), found):
+                return False
+            self._for = request
+            return True
+        return self._now.step(wait_s) or not self._finish()
+
+    def _best(self, prompt: np.ndarray) -> tuple[Snapshot | None, DiskEntry | None]:
+        """The longest state that is kept, and the longest entry beyond that. A fingerprint stands for the sizes of an entry, but only
+        a file's head says that it has that one."""
+        found = self._store.deepest(prompt, len(prompt))
+        least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
+        ours = self._state.slot_bytes, self._state.block_bytes
+        fitting = (entry for entry in self._disk.candidates(prompt, least) if (entry.slot_bytes, entry.block_bytes) == ours)
+        return found, next(fitting, None)
+
+    def _start(self, reading: Reading, found: Snapshot | None) -> bool:
+        shared = np.zeros(0, np.int32) if found is None else found.blocks
+        own = self._store.room_for(reading.entry.num_tokens, shared)
+        if own is None:
+            return False
+        self._now = Arrival(self._state, self._store, reading, shared, own)
+        return True
+
+    def _finish(self) -> bool:
+        """No more is to come. False: it was damaged, another one may be there."""
+        arrival, self._now = self._now, None
+        assert arrival is not None
+        if self._disk.end_read(arrival.reading):
+            arrival.become_snapshot()
+            return True
+        arrival.give_slot_back()
+        self._blocks.release(arrival.blocks)
+        return False
+
+    @property
+    def has_spare_work(self) -> bool:
+        return self._now is not None or self._disk.has_early
+
+    def spare_step(self) -> None:
+        """A piece of what comes early: into blocks that are free, nothing goes for it. Nobody waits, so who asked for what is on its way
+        has gone; it may come back."""
+        self._for = None
+        if self._now is not None:
+            if not self._now.step(SPARE_WAIT_S):
+                self._finish()
+            return
+        reading = self._disk.take_early()
+        if reading is None or self._store.at(reading.entry.tokens) is not None:
+            return
+        found = self._store.deepest(reading.entry.tokens, reading.entry.num_tokens)
+        missing = reading.entry.num_tokens // BLOCK_POSITIONS - (0 if found is None else len(found.blocks))
+        if self._blocks.num_free >= missing:
+            self._start(reading, found)
+
+    def stop(self) -> None:
+        """Give back what has come of a state, if one is on its way; one that comes early begins again later."""
+        arrival, self._now = self._now, None
+        if arrival is not None:
+            if self._for is None:
+                self._disk.put_early(arrival.reading)
+            arrival.give_slot_back()
+            self._blocks.release(arrival.blocks)
+
+    def owned_blocks(self) -> list[np.ndarray]:
+        return [] if self._now is None else [self._now.blocks]

@@ -1,0 +1,160 @@
+"""States that come from disk: before anybody asks, while others run, and what becomes of one that nobody wants any more."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from q27app.engine import arrival, disk_entry
+from q27app.engine.disk_entry import entries_of
+from q27app.engine.request import SamplingParams
+from tests.engine.conversations import close, settle_all
+from tests.engine.test_prefix_toy import ask, desk_of, hold_readers, prompt_of
+from tests.engine.toy import expected_text
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Many chunks and copies of one block."""
+    monkeypatch.setattr(disk_entry, "CHUNK", 300)
+    monkeypatch.setattr(arrival, "IMPORTED_BLOCKS", 1)
+
+
+def written(folder, *seeds: int, size: int = 300) -> None:
+    desk = desk_of(folder=folder)
+    for seed in seeds:
+        ask(desk, prompt_of(size, seed))
+        desk.stepper.settle(prompt_of(size, seed), 0)
+        settle_all(desk)
+    close(desk)
+
+
+@pytest.mark.parametrize("device", [0, 8])
+def test_the_last_states_are_there_before_anybody_asks(tmp_path, device):
+    written(tmp_path, 1, 2, 3)
+    desk = desk_of(folder=tmp_path, device=device)
+    cache = desk.loaded.prefix_cache
+    cache.arrive(20)
+    kept = sorted((snapshot.num_tokens, snapshot.kind, snapshot.slot >= 0) for snapshot in cache.store)
+    assert kept == [(256, "disk", device > 0)] * 2
+    files, read = set(entries_of(tmp_path)), cache.to_dict()["disk"]["read"]
+    for path in files:
+        path.unlink()
+    assert [ask(desk, prompt_of(300, seed)) for seed in (3, 2, 1)] == [256, 256, 0] and read == 2
+    close(desk)
+
+
+def test_a_damaged_one_is_deleted_before_anybody_asks(tmp_path):
+    written(tmp_path, 1)
+    (path,) = entries_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    desk = desk_of(folder=tmp_path)
+    desk.loaded.prefix_cache.arrive(20)
+    assert not entries_of(tmp_path) and desk.loaded.prefix_cache.store.count == 0
+    assert ask(desk, prompt_of(300, 1)) == 0
+    close(desk)
+
+
+def test_none_comes_early_where_too_few_blocks_are_free_or_its_sizes_are_others(tmp_path):
+    written(tmp_path, 1)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=128, num_blocks=3)
+    assert not desk.loaded.prefix_cache.has_spare_work
+    close(desk)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=6)
+    held = desk.loaded.blocks.allocate(3)
+    desk.loaded.prefix_cache.arrive(20)
+    assert desk.loaded.prefix_cache.store.count == 0
+    desk.loaded.blocks.release(held)
+    assert ask(desk, prompt_of(300, 1)) == 256
+    close(desk)
+
+
+def test_a_request_takes_what_comes_early_for_its_own(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk = desk_of(folder=tmp_path)
+    cache = desk.loaded.prefix_cache
+    cache.spare_step(), cache.spare_step()
+    coming = cache._arrivals._now
+    waits = desk.ask(prompt_of(300, 1), 5)
+    desk.stepper.step()
+    assert cache._arrivals._now is coming and not waits.events
+    gate.set()
+    desk.run()
+    assert waits.tokens == expected_text(prompt_of(300, 1), 5) and waits.last.stats.num_cached == 256
+    assert cache.to_dict()["disk"]["read"] == 1
+    close(desk)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_comes_early_makes_room_for_a_request_and_comes_later(tmp_path, monkeypatch, caches):
+    written(tmp_path, 1)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=6)
+    cache = desk.loaded.prefix_cache
+    cache.spare_step(), cache.spare_step()
+    assert cache._arrivals._now is not None and desk.loaded.blocks.num_free == 2
+    answer = desk.submit(request_of("other", prompt_of(300, 9), caches))
+    desk.run()
+    assert answer.tokens == expected_text(prompt_of(300, 9), 5)
+    gate.set()
+    assert ask(desk, prompt_of(300, 1)) == 256
+    close(desk)
+
+
+def request_of(name, prompt, caches):
+    from q27app.engine.request import Request
+
+    return Request(name, prompt, SamplingParams(max_tokens=5), cache=caches)
+
+
+def test_what_nobody_waits_for_any_more_is_kept(tmp_path, monkeypatch):
+    written(tmp_path, 1, 2, 3)
+    desk = desk_of(folder=tmp_path)
+    desk.loaded.prefix_cache.arrive(20)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk.ask(prompt_of(300, 1), 5, name="gone")
+    desk.stepper.step()
+    desk.cancel("gone")
+    gate.set()
+    settle_all(desk)
+    assert [snapshot.num_tokens for snapshot in desk.loaded.prefix_cache.store] == [256] * 3
+    for path in entries_of(tmp_path):
+        path.unlink()
+    assert ask(desk, prompt_of(300, 1)) == 256
+    close(desk)
+
+
+def test_what_is_on_its_way_when_the_cache_is_closed_is_given_back(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk = desk_of(folder=tmp_path, device=4)
+    desk.loaded.prefix_cache.spare_step(), desk.loaded.prefix_cache.spare_step()
+    assert desk.loaded.prefix_cache._arrivals._now is not None
+    threading.Timer(0.2, gate.set).start()
+    close(desk)
+
+
+def test_only_what_is_right_is_copied(tmp_path, monkeypatch):
+    """The last chunk is wrong: blocks were filled and are given back, no state tells of them."""
+    written(tmp_path, 1)
+    (path,) = entries_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    desk = desk_of(folder=tmp_path)
+    copied, inner = [], desk.state.import_blocks
+    monkeypatch.setattr(desk.state, "import_blocks", lambda blocks, found: (copied.extend(blocks), inner(blocks, found)))
+    assert ask(desk, prompt_of(300, 1)) == 0
+    assert len(copied) < 4 and desk.loaded.prefix_cache.to_dict()["disk"]["failed"] == 1
+    desk.loaded.blocks.check(desk.loaded.prefix_cache.owned_blocks())
+    assert np.array_equal(desk.loaded.prefix_cache.store.deepest(np.array(prompt_of(300, 1), np.int32), 300).tokens, prompt_of(300, 1)[:256])
+    close(desk)
