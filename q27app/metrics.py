@@ -20,6 +20,9 @@ BLOCK_POSITIONS = 64
 """Positions of a block (`kernels.batch`)."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
+TIERS = ("host", "disk")
+"""Where the prefix cache keeps states beyond the device."""
+
 
 class Metrics:
     """One daemon's metrics. Both callbacks are called at each scrape and must be quick.
@@ -134,6 +137,7 @@ class _EngineCollector:
         yield _labelled("q27app_prefix_misses", "Prompts of which too little was kept.", "reason", cache.get("misses"))
         yield _gauge("q27app_prefix_snapshots", "States that are kept.", cache.get("snapshots"))
         yield CounterMetricFamily("q27app_prefix_evictions", "States that were given up.", value=float(cache.get("evicted") or 0))
+        yield from _tiers({name: cache.get(name) or {} for name in TIERS})
         yield from _drafts((status.get("drafts") or {}).get("sources") or {})
         info = {
             name: str(value)
@@ -145,6 +149,19 @@ class _EngineCollector:
         for name, value in (status.get("counters") or {}).items():
             if isinstance(value, (int, float)) and name.isidentifier():
                 yield CounterMetricFamily(f"q27app_engine_{name}", "Counter of the engine.", value=float(value))
+
+
+def _tiers(tiers: dict[str, dict[str, Any]]) -> Iterable[Metric]:
+    """What the prefix cache keeps beyond the device: states that left with their blocks for host memory, and entries on disk."""
+    states = GaugeMetricFamily("q27app_prefix_tier_states", "States that are kept off the device.", labels=["tier"])
+    size = GaugeMetricFamily("q27app_prefix_tier_bytes", "Bytes of them.", labels=["tier"])
+    came = CounterMetricFamily("q27app_prefix_tier_hits", "States that came back to the device from there.", labels=["tier"])
+    for name, tier in tiers.items():
+        states.add_metric([name], float(tier.get("entries") or 0))
+        size.add_metric([name], float(tier.get("bytes") or 0))
+        came.add_metric([name], float(tier.get("used") or tier.get("read") or 0))
+    gone = float(tiers["host"].get("evicted") or 0)
+    yield from (states, size, came, CounterMetricFamily("q27app_prefix_host_evictions", "States that host memory had no more room for.", value=gone))
 
 
 def _drafts(sources: dict[str, dict[str, list[int]]]) -> Iterable[Metric]:

@@ -201,8 +201,9 @@ class DiskCache:
 
     def to_dict(self) -> dict[str, Any]:
         """For /status."""
-        return {"is_on": not self._is_off, "entries": len(self._entries), "written": self.num_written,
-                "read": self.num_read, "failed": self.num_failed}
+        entries = list(self._entries.values())
+        return {"is_on": not self._is_off, "entries": len(entries), "bytes": sum(entry.num_bytes for entry in entries),
+                "written": self.num_written, "read": self.num_read, "failed": self.num_failed}
 
     # writer thread
 

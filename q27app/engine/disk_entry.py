@@ -58,6 +58,11 @@ class DiskEntry:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return self.payload_offset + self.slot_bytes + self.num_tokens // BLOCK_POSITIONS * self.block_bytes
+
 
 def _digest(data: bytes | memoryview, size: int = 16) -> bytes:
     return hashlib.blake2b(data, digest_size=size).digest()

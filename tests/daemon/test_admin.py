@@ -148,6 +148,17 @@ async def test_the_dashboard_asks_only_for_metrics_that_exist(start):
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
+def test_what_is_kept_off_the_device_is_counted_by_tier():
+    from q27app.metrics import Metrics
+
+    tiers = {"host": {"entries": 3, "bytes": 4096, "kept": 9, "used": 2, "evicted": 5}, "disk": {"entries": 7, "bytes": 70, "read": 4}}
+    text = Metrics(lambda: {"cache": tiers}).text().decode()
+    for sample in ('tier_states{tier="host"} 3.0', 'tier_bytes{tier="host"} 4096.0', 'tier_hits_total{tier="host"} 2.0', 'host_evictions_total 5.0',
+                   'tier_states{tier="disk"} 7.0', 'tier_bytes{tier="disk"} 70.0', 'tier_hits_total{tier="disk"} 4.0'):
+        assert f"q27app_prefix_{sample}" in text, sample
+    assert 'q27app_prefix_tier_states{tier="host"} 0.0' in Metrics(lambda: {}).text().decode()
+
+
 def test_drafts_are_counted_by_source_and_depth():
     from q27app.daemon.daemon import _drafts_of
     from q27app.engine.request import DraftCount, RequestStats

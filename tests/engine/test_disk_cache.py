@@ -121,6 +121,7 @@ def test_two_processes_share_a_folder(tmp_path):
     prompt = (*tokens, 5)
     entry = longest(two, prompt)
     assert entry is not None and not two.wants(tokens, "turn")
+    assert two.to_dict()["entries"] == 1 and two.to_dict()["bytes"] == entry.path.stat().st_size
     entry.path.unlink()
     assert read(two, entry) is None and longest(two, prompt) is None and two.wants(tokens, "turn")
     two.close()
