@@ -38,8 +38,9 @@ MAX_SHARED_SLOTS = {"numpy": 0, "cuda": MAX_DECODE_ROWS}
 EXACT_KV_FORMAT = {"numpy": "fp32", "cuda": "fp16"}
 STEPS_AT_ONCE = {"numpy": 1, "cuda": MAX_DECODE_ROWS - 1}
 """Draft steps that are queued before the host looks at what they drew."""
-WARM_UP_S = 1.0
-"""How long a card runs and records the likeliest shapes before it is ready; the others come while nobody waits."""
+WARM_UP_S, WARM_UP_SHARE = 1.0, 0.25
+"""How long, at most, a card runs and records the likeliest shapes before it is ready, and of the time that loading took; the others come
+while nobody waits."""
 ARRIVE_S = 1.0
 """How long it waits for the last states from disk."""
 DRAFT_MODES = ("auto", "off", "mtp", "suffix")
@@ -189,7 +190,7 @@ def _load(
     from q27app.model.replays import most_recorded
     from q27app.model.weights import weight_bytes
 
-    free = backend.free_bytes()
+    started, free = time.monotonic(), backend.free_bytes()
     chunk = config.prefill_chunk or auto_chunk(backend.name, free)
     max_rows = max(chunk, MAX_DECODE_ROWS)
     container = _light(config, backend.name, container, geometry)
@@ -217,7 +218,7 @@ def _load(
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
     slots = SlotPool(plan.num_slots)
     warm_up = _warm_up(model, state, slots, blocks, drafter)
-    _make_ready(config, backend, warm_up, cache)
+    _make_ready(config, backend, warm_up, cache, time.monotonic() - started)
 
     def close() -> None:
         with closing(backend):
@@ -241,9 +242,9 @@ def _load(
     )
 
 
-def _make_ready(config: EngineConfig, backend: Any, warm_up: WarmUp, cache: SnapshotCache | None) -> None:
+def _make_ready(config: EngineConfig, backend: Any, warm_up: WarmUp, cache: SnapshotCache | None, loading_s: float) -> None:
     """The likeliest shapes are run and recorded, while the last states are read from disk; then those get their places."""
-    until = time.monotonic() + (WARM_UP_S if backend.is_ahead else 0.0)
+    until = time.monotonic() + (min(WARM_UP_S, loading_s * WARM_UP_SHARE) if backend.is_ahead else 0.0)
     while warm_up.has_work and (config.warm_up or time.monotonic() < until):
         warm_up.step()
     if cache is not None:

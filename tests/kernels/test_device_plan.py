@@ -112,3 +112,17 @@ def test_twenty_starts_and_stops_leave_nothing(served):
         assert device.used > 0
         engine.close()
         assert device.used == 0
+
+
+@pytest.mark.parametrize(("share", "waits"), [(0.0, True), (1e9, False)])
+def test_the_likeliest_shapes_run_before_a_card_is_ready_as_long_as_that_takes_little_of_the_loading(served, monkeypatch, share, waits):
+    from q27app.engine import loading
+
+    asked = []
+    monkeypatch.setattr(loading, "WARM_UP_SHARE", share)
+    monkeypatch.setattr(loading, "WARM_UP_S", 60.0)
+    monkeypatch.setattr(loading.WarmUp, "step", lambda self: asked.append(self._shapes.popleft()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_install", lambda self, loaded: asked.append(loaded.warm_up.has_work))
+        served(context=4096, slots=2)
+    assert asked[-1] is waits and len(asked) > 1 - waits
