@@ -27,7 +27,7 @@ from q27app.errors import Q27Error
 if TYPE_CHECKING:
     from q27app.daemon.daemon import Daemon, RequestRecord
 
-CROWD = 16
+CROWD = 32
 PACE_S = 0.001
 """With so many requests in flight, a stream that has written waits PACE_S for each of them and then writes what has come:
 the loop makes about 1 / PACE_S writes a second, spread out, and whoever is new gets a first byte in time."""
