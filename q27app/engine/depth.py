@@ -6,9 +6,11 @@
     depth    = the d <= cap with the largest (s + t (gain(d) - 1)) / cost(d)
 
 a_k is the share of drafts at depth k that were accepted among those whose predecessors were, over about the last WINDOW of them;
-where there are few, the share of the depth before counts as PULL more (of the first depth: a prior). pass(n) is a
+the share of the depth before counts as NEAR more (of the first depth: a prior as PULL), and what is known of a depth that no pass
+reaches fades within about FADE passes: a text that changes is followed from the shallow depths on. pass(n) is a
 moving average for each number of rows; between and beyond measured ones it is a straight line.
-Every EXPLORE steps one step more than the best depth is tried, so that a price or a share that has changed is noticed.
+Every EXPLORE steps without drafts one is tried, and with drafts one more every CONFIRM steps, so that a share or price that has
+changed is noticed.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from dataclasses import dataclass, field
 from q27app.kernels.batch import MAX_DECODE_ROWS
 
 PRIOR = 0.7
-WINDOW, PULL = 32, 4.0
+WINDOW, PULL, NEAR, FADE = 32, 4.0, 24.0, 64
 PRICE_WEIGHT = 1 / 8
-EXPLORE = 32
+EXPLORE, CONFIRM = 32, 128
 PRIOR_SLOPE = 0.04
 """Assumed price of one more row, as a share of a plain pass, until two numbers of rows have been measured."""
 
@@ -80,17 +82,21 @@ class DepthControl:
     @property
     def shares(self) -> list[float]:
         """Estimated share of right drafts by depth."""
-        out, before = [], self._prior
+        out, before, pull = [], self._prior, PULL
         for tried, agreed in zip(self._tried, self._agreed, strict=True):
-            before = (agreed + PULL * before) / (tried + PULL)
+            before, pull = (agreed + pull * before) / (tried + pull), NEAR
             out.append(before)
         return out
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """A verified run: the first num_accepted of num_drafted drafts agreed."""
-        for depth in range(min(num_drafted, num_accepted + 1, self.cap)):
+        reached = min(num_drafted, num_accepted + 1, self.cap)
+        for depth in range(reached):
             self._tried[depth] += 1 - self._tried[depth] / WINDOW
             self._agreed[depth] += (depth < num_accepted) - self._agreed[depth] / WINDOW
+        for depth in range(reached, self.cap):
+            self._tried[depth] -= self._tried[depth] / FADE
+            self._agreed[depth] -= self._agreed[depth] / FADE
         self._num_steps += 1
 
     def rested(self) -> None:
@@ -111,7 +117,8 @@ class DepthControl:
             rate = (sequences + takers * (gain - 1)) / cost
             if rate > best_rate:
                 best, best_rate = depth, rate
-        if self._num_steps % EXPLORE == EXPLORE - 1:
+        every = CONFIRM if best else EXPLORE
+        if self._num_steps % every == every - 1:
             best += 1
         return min(best, self.cap, limit)
 

@@ -86,6 +86,8 @@ class CudaBackend:
         """Of drafts, which run behind passes that are still to be committed; of few rows; of many."""
         self._deferred: tuple[Batch, BatchArea] | None = None
         self._ahead_of: tuple[Batch, BatchArea] | None = None
+        self._kept_of: Batch | None = None
+        """The deferred pass whose accepted rows' last hidden row the slots have."""
         self._sampler: Sampler | None = None
         self._final: CudaBuffer | None = None
         self.eps = 1e-6
@@ -310,6 +312,7 @@ class CudaBackend:
 
     def _keep_accepted(self, of: tuple[Batch, BatchArea]) -> None:
         """The hidden rows of what was accepted of a deferred pass."""
+        self._kept_of = of[0]
         if self._final is not None:
             args = self._hidden_args(self._final, None, of)
             args.accepted = self._sampler.accepted
@@ -333,19 +336,18 @@ class CudaBackend:
         each = np.arange(self.batch.num_seqs + 1, dtype=np.int32)
         self._ahead_of = self.batch, self.area
         self._sampler.start_download(self.batch.num_seqs)
+        if self.batch.deferred and self.batch is not self._kept_of:
+            self._keep_accepted(self._ahead_of)
         kinds = self._sampler.begin_ahead(rows)
         self.batch = replace(self.batch, phase="draft", tokens=each[:-1], positions=each[:-1], row_starts=each, logit_rows=each[:-1], deferred=False)
         self.area = self._areas[0]
-        self.area.put(self.batch)
+        self.area.put(self.batch, moves=True)
         self._sampler.end_download()
         return kinds, self._ahead_of[0].deferred
 
     def follow(self) -> None:
         assert self._ahead_of is not None
-        batch, area = self._ahead_of
-        if batch.deferred:
-            self._keep_accepted(self._ahead_of)
-        self._sampler.follow(area, self.area)
+        self._sampler.follow(self._ahead_of[1], self.area)
         self._turn_rows()
 
     def begin_drafts(self, rows: SamplingRows, limits: np.ndarray) -> None:

@@ -40,16 +40,25 @@ class BatchArea:
         self._hosts = Slates(device, 4 * end)
         self.address = device.allocate(4 * end)
         self._tables = np.full((max_seqs, table_stride), -1, np.int32)   # what is known to be on the device, -1 elsewhere
+        self._fixed: tuple[bytes, ...] | None = None   # likewise: rows' starts, slots, rows of logits
+        self._is_recorded = False
 
     def at(self, name: str, index: int = 0) -> int:
         """Device address of item `index` of a field."""
         return self.address + 4 * (self._at[name] + index)
 
-    def put(self, batch: Batch) -> None:
-        """Copy the batch's arrays over. The host waits only if the copy before the last has not happened yet."""
+    def put(self, batch: Batch, moves: bool = False) -> None:
+        """Copy the batch's arrays over. The host waits only if the copy before the last has not happened yet. moves: a kernel will write
+        tokens and positions; where everything else lies there, nothing is copied."""
         width, count = batch.block_tables.shape[1], batch.num_seqs
         if width > self.table_stride:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
+        wanted, used, known = np.maximum(batch.block_tables, 0), self._at["tables"], self._tables[:count]
+        is_other, fixed = bool((known[:, :width] != wanted).any()), (batch.row_starts.tobytes(), batch.slots.tobytes(), batch.logit_rows.tobytes())
+        self._is_recorded = self._is_recorded or self._device.is_recording   # a replay copies what it was recorded with
+        if moves and fixed == self._fixed and not is_other and not batch.keeps and not self._is_recorded:
+            return
+        self._fixed = fixed
         host = self._hosts.open().view(np.int32)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
                              ("row_starts", batch.row_starts), ("slots", batch.slots)):
@@ -57,8 +66,7 @@ class BatchArea:
         if batch.keeps:
             keeps = np.array([(keep.seq, keep.rows, keep.slot) for keep in batch.keeps], np.int32).reshape(-1)
             host[self._at["keeps"]:self._at["keeps"] + len(keeps)] = keeps
-        wanted, used, known = np.maximum(batch.block_tables, 0), self._at["tables"], self._tables[:count]
-        if self._device.is_recording or (known[:, :width] != wanted).any():
+        if self._device.is_recording or is_other:
             tables = host[used:used + count * self.table_stride].reshape(count, self.table_stride)
             tables[:, :width] = wanted
             used += count * self.table_stride

@@ -179,7 +179,7 @@ class LinearStages:
             self._backend.launch("rows", "mtp_rows", (x.shape[0], 2), 512, 0, args, dependent=not self._backend.is_prefill)
         else:
             turn.embed = args
-            self._backend.launch("draft", "draft_turn", (x.shape[0], 2), 512, 0, turn)
+            self._backend.launch("draft", "draft_turn", (x.shape[0], 3), 512, 0, turn)
         self.project(None, weight, joined, x)
 
     def _embed_args(self, weight: CudaWeight, tokens: int, width: int) -> cuda_args.Embed:

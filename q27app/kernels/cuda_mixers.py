@@ -116,6 +116,6 @@ class Mixers:
         args.accepted = accepted
         defines = backend.defines["delta_step"]
         dim = defines["DELTA_DIM"]
-        grid = (geometry.delta_value_heads * defines["SLICES"], batch.num_seqs, state.num_delta_layers)
-        backend.launch("delta_step", "delta_fold", grid, dim // defines["SLICES"] // defines["LANE_COLUMNS"] * (dim // 16), 0, args)
-        backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs, state.num_delta_layers), 256, 0, args)
+        threads = dim // defines["SLICES"] // defines["LANE_COLUMNS"] * (dim // 16)
+        blocks = geometry.delta_value_heads * defines["SLICES"] + -(-state.channels // threads)
+        backend.launch("delta_step", "delta_fold", (blocks, batch.num_seqs, state.num_delta_layers), threads, 0, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -215,6 +216,44 @@ def test_dear_rows_make_shallow_drafts():
     prices.record_pass(1, 4.0)
     prices.record_pass(8, 32.0)
     assert DepthControl(15).choose(prices, 15, needs_steps=False) == 0
+
+
+H200 = {1: 5.14, 2: 5.52, 3: 6.10, 4: 6.25, 5: 6.26, 6: 6.36, 7: 6.42, 8: 6.52, 9: 8.30, 10: 8.35, 11: 8.38, 12: 8.43, 13: 8.51, 14: 8.54,
+        15: 8.61, 16: 8.71}
+"""Milliseconds of a pass of the 27B by its rows (docs/measurements.md); a step of a chain takes 0.169."""
+
+
+def speed(accept, fixed: int | None = None, count: int = 6000, seed: int = 3) -> float:
+    """Tokens a second of a text whose drafts are right by chance, accept(tokens so far) of them."""
+    prices, control, rng, tokens, ms = PassPrices(), DepthControl(15), Random(seed), 0, 0.0
+    for rows, price in H200.items():
+        prices.record_pass(rows, price)
+    prices.record_step(0.169)
+    while tokens < count:
+        depth, share, right = control.choose(prices, 15, True) if fixed is None else fixed, accept(tokens), 0
+        while right < depth and rng.random() < share:
+            right += 1
+        tokens, ms = tokens + 1 + right, ms + H200[1 + depth] + 0.169 * depth
+        if depth:
+            control.observe(depth, right)
+        else:
+            control.rested()
+    return 1e3 * tokens / ms
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.85, 1.0])
+def test_measured_depth_is_about_as_fast_as_the_best_fixed_one(share):
+    def usual(fixed: int | None = None) -> float:
+        return float(np.mean([speed(lambda tokens: share, fixed, seed=seed) for seed in range(3)]))
+
+    assert usual() > 0.98 * max(map(usual, range(16)))
+
+
+def test_measured_depth_follows_a_text_that_changes():
+    def accept(tokens: int) -> float:
+        return 0.95 if tokens // 300 % 2 else 0.3
+
+    assert speed(accept) > max(speed(accept, fixed) for fixed in range(16))
 
 
 def test_company_makes_rows_dearer():

@@ -106,3 +106,24 @@ def test_a_replay_sends_what_was_put_last():
         memory.synchronize()
         assert found(memory, area, "tokens", 1) == [step] == found(memory, area, "positions", 1)
         assert found(memory, area, "tables", 2) == [3, 4 + step // 4]
+
+
+def test_what_lies_there_is_not_copied_again_where_a_kernel_writes_the_rest():
+    memory = Memory()
+    area = BatchArea(memory, 64, 4, 8)
+
+    def copies(tokens: int, slots: list[int], tables: list[list[int]], moves: bool = True) -> bool:
+        before = len(memory.num_bytes)
+        area.put(make_batch("decode", [[tokens]] * len(slots), [0] * len(slots), slots, tables), moves)
+        memory.synchronize()
+        assert found(memory, area, "slots", len(slots)) == slots and found(memory, area, "tables", 1) == tables[0][:1]
+        return len(memory.num_bytes) > before
+
+    assert copies(1, [0, 2], [[5], [6]]) and not copies(2, [0, 2], [[5], [6]])
+    assert found(memory, area, "tokens", 2) == [1, 1]
+    assert copies(3, [0, 2], [[5], [6]], moves=False) and found(memory, area, "tokens", 2) == [3, 3]
+    assert copies(3, [0, 1], [[5], [6]]) and copies(3, [0, 1], [[7], [6]]) and copies(3, [0], [[7]]) and not copies(4, [0], [[7]])
+    memory.is_recording = True   # its replays copy what the recording copied
+    assert copies(4, [0], [[7]])
+    memory.is_recording = False
+    assert copies(4, [0], [[7]])

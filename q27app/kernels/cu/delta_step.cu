@@ -4,8 +4,8 @@
 //            window [4, C] of a slot
 // Layout:    delta.cuh
 // Launch:    delta_step grid (value heads * SLICES, seqs), block (BLOCK_THREADS), static shared memory; delta_fold grid
-//            (value heads * SLICES, seqs, layers), block (DELTA_THREADS);
-//            delta_window grid (channels / 256, seqs, layers), block (256); delta_gate grid (rows), block (256)
+//            (value heads * SLICES + channels / DELTA_THREADS, seqs, layers), block (DELTA_THREADS);
+//            delta_window grid (channels / 256, seqs), block (256); delta_gate grid (rows), block (256)
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH, SLICES, LANE_COLUMNS    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
 //
@@ -240,16 +240,31 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCK_THREADS <= 288
   if (!p.deferred) s.store(state, j);
 }
 
+// A channel's inputs of the last rows, which the next rows look back on. layer: from p.layer on, of those that p.y has.
+__device__ __forceinline__ void keep_window(const Delta& p, int layer, int channel) {
+  const Span span = span_of(p, blockIdx.y);
+  if (span.rows <= 0 || channel >= CHANNELS || (span.rows == 1 && !p.accepted)) return;
+  const float* y = p.y + layer * p.record_stride + (long long)span.first * p.y_stride;
+  advance_window(window_of(p, span.slot, p.layer + layer), y, p.y_stride, span.rows, span.position, channel);
+}
+
 struct __align__(16) Recorded {
   float k[MAX_ROWS][DIM], d[MAX_ROWS][COLUMNS], decay[MAX_ROWS];
 };
 
 // The state after the accepted rows of a deferred pass, with the bits that they would have left there: what depends on the state is
 // recorded, so rows follow each other without an exchange between lanes.
+//
+// Blocks past those of the heads keep the inputs that the next rows look back on.
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_fold(const __grid_constant__ Delta p) {
   __shared__ Recorded in;
   const int head = blockIdx.x / SLICES, slice = blockIdx.x % SLICES, layer = blockIdx.z;
   allow_next();
+  if (head >= VALUE_HEADS) {
+    wait_for_earlier();
+    keep_window(p, layer, (blockIdx.x - VALUE_HEADS * SLICES) * DELTA_THREADS + threadIdx.x);
+    return;
+  }
   const int column = threadIdx.x / LANES * LANE_COLUMNS, j = threadIdx.x % LANES;
   float* state = state_of(p, p.slot_ids[blockIdx.y], layer, head) + (long long)(slice * COLUMNS + column) * DIM;
   Columns<LANE_COLUMNS> s;
@@ -276,15 +291,11 @@ extern "C" __global__ void __launch_bounds__(DELTA_THREADS) delta_fold(const __g
   s.store(state, j);
 }
 
-// After several rows in place: keep the inputs that the next rows look back on.
+// After several rows in place.
 extern "C" __global__ void __launch_bounds__(256) delta_window(const __grid_constant__ Delta p) {
   allow_next();
   wait_for_earlier();
-  const Span span = span_of(p, blockIdx.y);
-  const int layer = p.layer + blockIdx.z, channel = blockIdx.x * 256 + threadIdx.x;
-  if (span.rows <= 0 || channel >= CHANNELS || (span.rows == 1 && !p.accepted)) return;
-  const float* y = p.y + blockIdx.z * p.record_stride + (long long)span.first * p.y_stride;
-  advance_window(window_of(p, span.slot, layer), y, p.y_stride, span.rows, span.position, channel);
+  keep_window(p, 0, blockIdx.x * 256 + threadIdx.x);
 }
 
 // The gated norm in place.

@@ -5,7 +5,7 @@
 // Shapes:    drawn [rows], margins [rows] -> tokens, positions [rows] of the batch, positions of the draws [rows],
 //            penalty lists, drafts [step, rows], draft margins [step, rows], rotary angles
 // Layout:    rows contiguous; a penalty list ends in places with id -1, one a step
-// Launch:    draft_next grid (rows), block (256), one block per row; draft_turn grid (rows, 2), block (512); follow, take_drafts grid (1), block (64), a thread per sequence or row
+// Launch:    draft_next grid (rows), block (256), one block per row; draft_turn grid (rows, 3), block (512); follow, take_drafts grid (1), block (64), a thread per sequence or row
 // Defines:   none     Limits: none
 // Numbers:   integers. Bound: latency.
 #include "candidates.cuh"
@@ -66,6 +66,13 @@ struct DraftTurn {
   const float* part_top;                // [rows, CHUNKS, 2] of the raw logits
 };
 
+// shared: [CHUNKS / 32]
+__device__ __forceinline__ int drawn_token(const DraftTurn& p, int row, unsigned long long* shared) {
+  const unsigned long long best = best_of_chunks(p.part_best + row * CHUNKS, shared);
+  return best ? candidate_id(best) : p.next.drawn[row];
+}
+
+// A block for the embedding, one for the hidden row, one for the rest.
 extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_turn(const __grid_constant__ DraftTurn p) {
   __shared__ unsigned long long best_of[CHUNKS / 32];
   __shared__ float top_of[CHUNKS / 32][2], sums[JOIN_THREADS / 32];
@@ -73,16 +80,17 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_turn(const __gr
   allow_next();
   wait_for_earlier();
   const int row = blockIdx.x;
-  const unsigned long long best = best_of_chunks(p.part_best + row * CHUNKS, best_of);
-  const int token = best ? candidate_id(best) : p.next.drawn[row];
-  if (blockIdx.y == 0) {
+  if (blockIdx.y == 2) {
+    const int token = drawn_token(p, row, best_of);
+    float top, second;
+    top_of_chunks(p.part_top + 2 * row * CHUNKS, top_of, top, second);
+    go_on(p.next, row, token, top > -INFINITY ? top - second : 0.0f, JOIN_THREADS, places);
+  } else if (blockIdx.y == 1) {
+    join_hidden(p.embed, row, sums);
+  } else {
+    const int token = drawn_token(p, row, best_of);
     join_embedding(p.embed, row, p.next.step + 1 < p.next.limits[row] ? token : p.embed.tokens[row], sums);
-    return;
   }
-  join_hidden(p.embed, row, sums);
-  float top, second;
-  top_of_chunks(p.part_top + 2 * row * CHUNKS, top_of, top, second);
-  go_on(p.next, row, token, top > -INFINITY ? top - second : 0.0f, JOIN_THREADS, places);
 }
 
 struct Follow {

@@ -42,6 +42,21 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) final_norm(const __gr
   put_normed(p.out + (long long)blockIdx.x * p.width, p.norm, p.width, p.eps, shared, [&](int k) { return x[k]; });
 }
 
+// A row from one place to another: all of a thread's part is under way before any of it is written.
+__device__ __forceinline__ void copy_row(float* target, const float* source, int width) {
+  constexpr int HELD = 5;
+  const float4* from = reinterpret_cast<const float4*>(source);
+  for (int base = threadIdx.x; base < width / 4; base += HELD * THREADS) {
+    float4 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+      if (base + i * THREADS < width / 4) held[i] = from[base + i * THREADS];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+      if (base + i * THREADS < width / 4) reinterpret_cast<float4*>(target)[base + i * THREADS] = held[i];
+  }
+}
+
 struct Hidden {
   const float* final_rows;        // [rows, width]
   float* out;                     // [rows, width]
@@ -69,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) previous_hidden(const __gr
   wait_for_earlier();
   const int row = blockIdx.x, seq = sequence_of(p, row);
   const float* source = row == p.row_starts[seq] ? slot_row(p, seq) : p.final_rows + (long long)(row - 1) * p.width;
-  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = source[k];
+  copy_row(p.out + (long long)row * p.width, source, p.width);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) slot_hidden(const __grid_constant__ Hidden p) {
@@ -77,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) slot_hidden(const __grid_c
   wait_for_earlier();
   const int row = blockIdx.x;
   const float* source = slot_row(p, sequence_of(p, row));
-  for (int k = threadIdx.x; k < p.width; k += THREADS) p.out[(long long)row * p.width + k] = source[k];
+  copy_row(p.out + (long long)row * p.width, source, p.width);
 }
 
 // The slot's row becomes the last accepted row of the sequence. grid (seqs)
@@ -87,9 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) keep_hidden(const __grid_c
   const int seq = blockIdx.x, first = p.row_starts[seq], rows = p.row_starts[seq + 1] - first;
   const int taken = p.accepted ? min(max(p.accepted[seq], 0), rows) : rows;
   if (taken == 0) return;
-  float* target = slot_row(p, seq);
-  const float* source = p.final_rows + (long long)(first + taken - 1) * p.width;
-  for (int k = threadIdx.x; k < p.width; k += THREADS) target[k] = source[k];
+  copy_row(slot_row(p, seq), p.final_rows + (long long)(first + taken - 1) * p.width, p.width);
 }
 
 // Other slots' rows become that after the first rows of a sequence. grid (keeps)
@@ -98,8 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) keep_states(const __grid_c
   wait_for_earlier();
   const int* keep = p.keeps + 3 * blockIdx.x;
   float* target = reinterpret_cast<float*>(p.slots + keep[2] * p.slot_bytes + p.offset);
-  const float* source = p.final_rows + (long long)(p.row_starts[keep[0]] + keep[1] - 1) * p.width;
-  for (int k = threadIdx.x; k < p.width; k += THREADS) target[k] = source[k];
+  copy_row(target, p.final_rows + (long long)(p.row_starts[keep[0]] + keep[1] - 1) * p.width, p.width);
 }
 
 struct Rope {

@@ -55,6 +55,21 @@ __device__ __forceinline__ bool allowed(const Sample& p, int row, int id) {
 __device__ __forceinline__ int id_count(const Sample& p) { return p.vocab - p.skip; }
 __device__ __forceinline__ int id_at(const Sample& p, int i) { return i < p.skip_from ? i : i + p.skip; }
 
+// A block's share of a row, four ids at a time with several loads under way, ids ascending: look(first id, values). vocab % 4 == 0.
+template <class Look> __device__ __forceinline__ void for_fours(const Sample& p, const float* values, const Look& look) {
+  constexpr int HELD = 4, STRIDE = CHUNKS * THREADS;
+  const int count = id_count(p) / 4;
+  for (int first = blockIdx.x * THREADS + threadIdx.x; first < count; first += HELD * STRIDE) {
+    float4 held[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h)
+      if (first + h * STRIDE < count) held[h] = *reinterpret_cast<const float4*>(values + id_at(p, 4 * (first + h * STRIDE)));
+#pragma unroll
+    for (int h = 0; h < HELD; ++h)
+      if (first + h * STRIDE < count) look(id_at(p, 4 * (first + h * STRIDE)), held[h]);
+  }
+}
+
 // work = (logit - penalty, masked) / temperature; a greedy row keeps its scale.
 extern "C" __global__ void __launch_bounds__(THREADS) sample_adjust(const __grid_constant__ Sample p) {
   allow_next();
@@ -90,18 +105,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_scan(const __grid_c
   __shared__ float top_of[THREADS / 32][2];
   const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const long long base = (long long)row * p.vocab;
-  const float temperature = p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
   unsigned long long best = 0;
   float top = -INFINITY, second = -INFINITY;
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
-    const int id = id_at(p, i);
-    const float raw = defined(p.logits[base + id]);
-    float value = raw;
-    if (p.adjusts) p.work[base + id] = value = allowed(p, row, id) ? defined(raw / temperature) : -INFINITY;
-    else if (p.work) value = p.work[base + id];
-    best = larger(best, candidate(value, id));
-    if (raw > top) second = top, top = raw;
-    else if (raw > second) second = raw;
+  const float temperature = p.adjusts && p.temperature[row] > 0.0f ? p.temperature[row] : 1.0f;
+  const auto rank = [&](float raw) {
+    second = fmaxf(second, fminf(top, raw));
+    top = fmaxf(top, raw);
+  };
+  const auto adjusted = [&](float raw, int id) { return allowed(p, row, id) ? defined(raw / temperature) : -INFINITY; };
+  if ((p.work && !p.adjusts) || p.vocab % 4) {
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
+      const int id = id_at(p, i);
+      const float raw = defined(p.logits[base + id]);
+      float value = raw;
+      if (p.adjusts) p.work[base + id] = value = adjusted(raw, id);
+      else if (p.work) value = p.work[base + id];
+      best = larger(best, candidate(value, id));
+      rank(raw);
+    }
+  } else {
+    float best_value = -INFINITY;
+    int best_id = -1;
+    for_fours(p, p.logits + base, [&](int id, float4 four) {
+      float value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float raw = defined(get(four, i));
+        value[i] = p.adjusts ? adjusted(raw, id + i) : raw;
+        if (best_id < 0 || value[i] > best_value) best_value = value[i], best_id = id + i;
+        rank(raw);
+      }
+      if (p.adjusts) *reinterpret_cast<float4*>(p.work + base + id) = make_float4(value[0], value[1], value[2], value[3]);
+    });
+    if (best_id >= 0) best = candidate(best_value, best_id);
   }
   best = warp_best(best);
   for (int distance = 16; distance > 0; distance >>= 1) {
@@ -173,6 +209,27 @@ __device__ __forceinline__ unsigned long long mass_of(float value, float top, bo
   return count ? 1ull : (unsigned long long)(expf(value - top) * 1099511627776.0f);
 }
 
+// By a warp, the highest bins first: in which one the mass reaches target, into s.prefix, and what it lacks before that, into s.total; 0 if
+// all of it is less.
+__device__ __forceinline__ void pick_bin(DrawShared& s, uint32_t prefix, int shift, unsigned long long target) {
+  constexpr int EACH = 8;
+  const int lane = threadIdx.x % 32, highest = 255 - lane * EACH;
+  unsigned long long own = 0;
+  for (int i = 0; i < EACH; ++i) own += s.bins[highest - i];
+  unsigned long long through = own;
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const unsigned long long other = __shfl_sync(ALL_LANES, through, max(lane - distance, 0));
+    if (lane >= distance) through += other;
+  }
+  const unsigned long long before = through - own;
+  if (lane == 31 && through < target) s.total = 0, s.prefix = prefix;
+  if (before >= target || through < target) return;
+  unsigned long long rest = target - before;
+  int bin = highest;
+  while (s.bins[bin] < rest) rest -= s.bins[bin--];
+  s.total = rest, s.prefix = prefix | (uint32_t)bin << shift;
+}
+
 // Largest key v >= floor such that the mass of {key >= v} reaches target; floor if it never does. Values `gap` .. `gap` + skip - 1 are
 // passed over.
 __device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, int gap, int skip, float top, uint32_t floor, unsigned long long target, bool count) {
@@ -188,13 +245,7 @@ __device__ uint32_t threshold_key(DrawShared& s, const float* work, int vocab, i
       if (mass) atomicAdd(&s.bins[key >> shift & 255], mass);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      unsigned long long rest = target;
-      int bin = 255;
-      while (bin > 0 && s.bins[bin] < rest) rest -= s.bins[bin--];
-      s.total = s.bins[bin] < rest ? 0 : rest;
-      s.prefix = prefix | (uint32_t)bin << shift;
-    }
+    if (threadIdx.x < 32) pick_bin(s, prefix, shift, target);
     __syncthreads();
     prefix = s.prefix, target = s.total, known |= 255u << shift;
     __syncthreads();
@@ -257,12 +308,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_gather(const __grid
     bound = share > 0.0f ? order(top_value(p, row) + logf(share) - 0.01f) : 0u;
   }
   __syncthreads();
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) {
-    const float value = work[id_at(p, i)];
-    if (order(value) < bound || !(value > -INFINITY)) continue;
+  const auto gather = [&](float value) {
+    if (order(value) < bound || !(value > -INFINITY)) return;
     const int at = atomicAdd(&p.list_sizes[row], 1);
     if (at < LIST) p.list[(long long)row * LIST + at] = value;
+  };
+  if (p.vocab % 4) {
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < id_count(p); i += CHUNKS * THREADS) gather(work[id_at(p, i)]);
+    return;
   }
+  for_fours(p, work, [&](int, const float4& four) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) gather(get(four, i));
+  });
 }
 
 // The lowest key that top-k, top-p and min-p keep, from the gathered values where they are all there, else from all.
