@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from q27app.engine.block_pool import BlockPool, blocks_of
-from q27app.engine.disk_cache import DiskCache
+from q27app.engine.disk_cache import MAX_EARLY_BYTES, DiskCache
 from q27app.engine.host_cache import HostCache
 from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.kernels.backend import State
@@ -69,7 +69,8 @@ def open_cache(
     disk_bytes: int = 0, fingerprint: bytes = b"",
 ) -> SnapshotCache:
     """The prefix cache of a loaded model. device_slots: the state's slots that no request takes."""
-    disk = DiskCache(Path(folder).expanduser(), fingerprint, disk_bytes) if folder else None
+    early_bytes = min(MAX_EARLY_BYTES, _available_bytes() // 8)
+    disk = DiskCache(Path(folder).expanduser(), fingerprint, disk_bytes, early_bytes=early_bytes) if folder else None
     host = HostCache(plan.whole_bytes) if plan.whole_bytes else None
     return SnapshotCache(state, blocks, device_slots, plan.host_bytes, disk, host=host)
 

@@ -40,13 +40,14 @@ class DiskCache:
     """folder: made if missing, for its owner only. fingerprint: 32 bytes; entries of others are invisible.
 
     budget: bytes of all entries together. min_tokens: shorter states are not written. step: a turn's state is written only
-    if none of the same conversation is there that is less than `step` tokens shorter."""
+    if none of the same conversation is there that is less than `step` tokens shorter. early_bytes: most memory of what is read before
+    anybody asks."""
 
     def __init__(self, folder: Path, fingerprint: bytes, budget: int, min_tokens: int = MIN_TOKENS,
-                 step: int = STEP_TOKENS) -> None:
+                 step: int = STEP_TOKENS, early_bytes: int = MAX_EARLY_BYTES) -> None:
         assert len(fingerprint) == 32
         self.folder, self._fingerprint, self._budget = folder, fingerprint, budget
-        self._min_tokens, self._step = min_tokens, step
+        self._min_tokens, self._step, self._early_bytes = min_tokens, step, early_bytes
         self._entries: dict[str, DiskEntry] = {}
         self._rejected: dict[str, int] = {}
         self._folder_time = -1
@@ -118,11 +119,11 @@ class DiskCache:
     def read_early(self, slot_bytes: int, block_bytes: int, max_blocks: int) -> None:
         """Begin to read the most recent entries that have these sizes and at most so many blocks: the first request will probably
         want one."""
-        room, files = MAX_EARLY_BYTES, [] if self._is_off else sorted(_files(self.folder), reverse=True)
-        for _, size, path in files[:EARLY]:
+        room, files = self._early_bytes, [] if self._is_off else sorted(_files(self.folder), reverse=True)
+        for _, size, path in files:
             entry = self._entries.get(path.name)
             if (entry is not None and (entry.slot_bytes, entry.block_bytes) == (slot_bytes, block_bytes)
-                    and entry.num_tokens <= BLOCK_POSITIONS * max_blocks and size <= room):
+                    and entry.num_tokens <= BLOCK_POSITIONS * max_blocks and size <= room and len(self._early) < EARLY):
                 room -= size
                 self._early.append(Reading(entry, self._readers))
 
@@ -147,14 +148,16 @@ class DiskCache:
         return known
 
     def end_read(self, reading: Reading) -> bool:
-        """Whether an entry was read whole; one that is gone or damaged is deleted. Called once the reading is over."""
+        """Whether an entry was read whole; one that is gone or damaged is deleted, and one that could not be read is not looked for until
+        the folder changes. Called once the reading is over."""
         entry = reading.entry
         if reading.is_damaged:
             self.num_failed += 1
             self._entries.pop(entry.path.name, None)
-            log.warning("the disk cache's entry %s is damaged or gone", entry.path.name)
-            with contextlib.suppress(OSError):
-                entry.path.unlink()
+            if reading.is_files_fault:
+                log.warning("the disk cache's entry %s is damaged or gone", entry.path.name)
+                with contextlib.suppress(OSError):
+                    entry.path.unlink()
             return False
         self.num_read += 1
         with contextlib.suppress(OSError):

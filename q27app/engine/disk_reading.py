@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 
 import numpy as np
 
@@ -29,15 +29,17 @@ class Reading:
         self._chunk = disk_entry.CHUNK
         self._data = np.zeros(0, np.uint8)
         self._is_right = [False] * len(entry.digests)
-        self._next = self._num_right = self._num_working = 0
+        self._next = self._num_right = 0
         self._changed = threading.Condition()
         self.is_over = self.is_damaged = False
+        self.is_files_fault = False
+        """It is damaged because the file is, or has gone, and not for want of memory or threads."""
         self._began = time.perf_counter()
         self.seconds = 0.0
         try:
             readers.submit(self._begin)
         except RuntimeError:
-            self._end(is_damaged=True)
+            self._end(is_damaged=True, is_files_fault=False)
 
     @property
     def num_bytes(self) -> int:
@@ -76,16 +78,22 @@ class Reading:
                     return self._end(is_damaged=True)
                 self._data = np.empty(entry.slot_bytes + entry.num_tokens // BLOCK_POSITIONS * entry.block_bytes, np.uint8)
                 helpers = [self._readers.submit(self._work, file.fileno()) for _ in range(min(READERS, count) - 1)]
-                self._work(file.fileno())
-                for helper in helpers:   # one that has not begun has nothing left to do
-                    if not helper.cancel():
-                        helper.result()
+                try:
+                    self._work(file.fileno())
+                finally:
+                    self._next = len(self._is_right)
+                    begun = [helper for helper in helpers if not helper.cancel()]   # the others have nothing left to do
+                    wait(begun)   # they read this file
+                for helper in begun:
+                    helper.result()
             self._end(is_damaged=not all(self._is_right))
         except OSError:
             self._end(is_damaged=True)
+        except RuntimeError:   # no threads are left: nobody wants it any more
+            self._end(is_damaged=True, is_files_fault=False)
         except Exception:  # what memory or the system does not give for it ends nobody's request
             log.exception("the disk cache could not read the entry %s", entry.path.name)
-            self._end(is_damaged=True)
+            self._end(is_damaged=True, is_files_fault=False)
 
     def _work(self, descriptor: int) -> None:
         """Read and check chunks until none is left or one is wrong."""
@@ -107,8 +115,9 @@ class Reading:
                     self._num_right += 1
                 self._changed.notify_all()
 
-    def _end(self, is_damaged: bool) -> None:
+    def _end(self, is_damaged: bool, is_files_fault: bool = True) -> None:
         with self._changed:
+            self.is_files_fault = is_damaged and is_files_fault
             self.seconds = time.perf_counter() - self._began
             self.is_damaged, self.is_over = is_damaged, True
             self._changed.notify_all()

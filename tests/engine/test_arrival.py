@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from q27app.engine import arrival, disk_entry
+from q27app.engine.disk_cache import DiskCache
 from q27app.engine.disk_entry import entries_of
 from q27app.engine.request import SamplingParams
 from tests.engine.conversations import close, settle_all
@@ -71,6 +72,18 @@ def test_none_comes_early_where_too_few_blocks_are_free_or_its_sizes_are_others(
     desk.loaded.blocks.release(held)
     assert ask(desk, prompt_of(300, 1)) == 256
     close(desk)
+
+
+def test_entries_of_others_and_more_than_memory_allows_are_not_read_early(tmp_path):
+    written(tmp_path, 1, 2)
+    tokens = np.array(prompt_of(64), np.int32)
+    for number in (1, 2, 3):
+        disk_entry.write_entry(tmp_path, bytes([number]) * 32, "turn", tokens, np.zeros(16, np.uint8), np.zeros((1, 512), np.uint8))
+    for most, count in ((1 << 20, 2), (5000, 1), (100, 0)):
+        cache = DiskCache(tmp_path, bytes(32), 1 << 20, early_bytes=most)
+        cache.read_early(16, 512, 100)
+        assert len(cache._early) == count, most
+        cache.close()
 
 
 def test_a_request_takes_what_comes_early_for_its_own(tmp_path, monkeypatch):

@@ -223,8 +223,9 @@ def test_a_reader_that_fails_is_a_miss(tmp_path, monkeypatch):
     settle_all(first)
     first.loaded.prefix_cache.close()
     monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: (_ for _ in ()).throw(MemoryError("no room")))
-    second = desk_of(folder=tmp_path)
+    second, files = desk_of(folder=tmp_path), set(entries_of(tmp_path))
     assert ask(second, prompt_of(250)) == 0 and second.loaded.prefix_cache.to_dict()["disk"]["failed"] == 1
+    assert files <= set(entries_of(tmp_path)), "the file is not to blame"
     second.loaded.prefix_cache.close()
 
 
