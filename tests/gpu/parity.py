@@ -81,40 +81,76 @@ def worst_layer(found: list[np.ndarray], expected: list[np.ndarray]) -> str:
     return f"worst layer {max(errors):.1e} (number {int(np.argmax(errors))}), sum of all {total:.1e}"
 
 
-def dense(line, attempt) -> None:
-    """Four dense layers at the 27B's width, 64 rows of prompt and 16 steps, after every layer; then logits."""
+def dense_passes() -> list[tuple[str, list[int]]]:
+    """64 rows of a prompt and 16 steps."""
+    tokens = [int(token) for token in np.random.default_rng(3).integers(0, 4096, 80)]
+    return [("prefill", tokens[:64]), *(("decode", [token]) for token in tokens[64:])]
+
+
+def dense_model(folder: str) -> Path:
+    return synthesize(Path(folder) / "dense.q27", FULL_WIDTH, "dense", "q4s")
+
+
+def dense_logits(backend, path: Path) -> np.ndarray:
+    """Of the last row of every pass, [17, vocabulary]; closes the backend."""
+    with open_container(path) as container:
+        model = load_model(backend, container, 64)
+    state = model.allocate_state("fp16", 2, 8, 16)
+    position, out = 0, []
+    for phase, part in dense_passes():
+        batch = make_batch(phase, [part], [position], [0], [list(range(8))], [len(part) - 1])
+        out.append(backend.download(model.forward(batch, state)).copy())
+        position += len(part)
+    backend.close()
+    return np.concatenate(out)
+
+
+def reference_of_dense(target: Path) -> None:
+    """What NumPy says for `dense`, in 10 MB: made once, on any machine."""
     from q27app.kernels.numpy_backend import NumpyBackend
 
     with tempfile.TemporaryDirectory() as folder:
-        path = synthesize(Path(folder) / "dense.q27", FULL_WIDTH, "dense", "q4s")
-        tokens = [int(token) for token in np.random.default_rng(3).integers(0, 4096, 80)]
-        passes = [("prefill", tokens[:64]), *(("decode", [token]) for token in tokens[64:])]
+        path = dense_model(folder)
+        streams = Layers(NumpyBackend(), path, "fp16", 64).run(dense_passes())
+        save_streams(target, streams, logits=dense_logits(NumpyBackend(), path))
+
+
+def save_streams(target: Path, streams: list[np.ndarray], **more: np.ndarray) -> None:
+    """What each layer adds to the stream, rows of size 1 as float16 and their sizes."""
+    added = np.stack([after - before for before, after in zip(streams, streams[1:])])
+    sizes = np.sqrt((added**2).mean(-1, keepdims=True))
+    np.savez_compressed(target, first=streams[0].astype(np.float32), added=(added / sizes).astype(np.float16), sizes=sizes, **more)
+
+
+def kept_streams(file) -> list[np.ndarray]:
+    """The streams of `save_streams`."""
+    added = file["added"].astype(np.float64) * file["sizes"]
+    return list(np.cumsum(np.concatenate([file["first"][None], added]), axis=0))
+
+
+def dense(line, attempt) -> None:
+    """Four dense layers at the 27B's width, 64 rows of prompt and 16 steps, after every layer; then logits. Against the file that GPU_DENSE
+    names, which is made if it is absent (half an hour of processor time)."""
+    reference = Path(os.environ.get("GPU_DENSE", Path(tempfile.gettempdir()) / "dense-reference.npz"))
+    if not reference.exists():
+        reference_of_dense(reference)
+    with tempfile.TemporaryDirectory() as folder, np.load(reference) as expected:
+        path = dense_model(folder)
 
         def layers() -> str:
-            expected = Layers(NumpyBackend(), path, "fp16", 64).run(passes)
             backend = CudaBackend.open(CACHE)
             try:
-                return worst_layer(Layers(backend, path, "fp16", 64).run(passes), expected)
+                found = Layers(backend, path, "fp16", 64).run(dense_passes())
+                return worst_layer([x.astype(np.float64) for x in found], kept_streams(expected))
             finally:
                 backend.close()
 
         def logits() -> str:
-            rows = []
-            for backend in (NumpyBackend(), CudaBackend.open(CACHE)):
-                with open_container(path) as container:
-                    model = load_model(backend, container, 64)
-                state = model.allocate_state("fp16", 2, 8, 16)
-                position, out = 0, []
-                for phase, part in passes:
-                    batch = make_batch(phase, [part], [position], [0], [list(range(8))], [len(part) - 1])
-                    out.append(backend.download(model.forward(batch, state)).copy())
-                    position += len(part)
-                rows.append(np.concatenate(out))
-                backend.close()
-            error = relative_error(rows[1], rows[0])
+            found = dense_logits(CudaBackend.open(CACHE), path)
+            error = relative_error(found, expected["logits"])
             if not error < 3e-3:
                 raise AssertionError(f"logits {error:.1e}")
-            return f"logits {error:.1e}, {(rows[0].argmax(1) == rows[1].argmax(1)).sum()} of 17 argmaxes equal"
+            return f"logits {error:.1e}, {(found.argmax(1) == expected['logits'].argmax(1)).sum()} of 17 argmaxes equal"
 
         attempt("dense, full width, layers", layers)
         attempt("dense, full width, logits", logits)
@@ -124,18 +160,13 @@ def reference_of_27b(path: Path, target: Path) -> None:
     """What NumPy says of 16 tokens through all layers of a checkpoint, in 10 MB: made once, on any machine, for `all_layers`."""
     from q27app.kernels.numpy_backend import NumpyBackend
 
-    expected = Layers(NumpyBackend(), path, "fp16", 16).run([("prefill", list(range(1000, 1016)))])
-    added = np.stack([after - before for before, after in zip(expected, expected[1:])])
-    sizes = np.sqrt((added**2).mean(-1, keepdims=True))
-    np.savez_compressed(target, first=expected[0].astype(np.float32), added=(added / sizes).astype(np.float16), sizes=sizes)
+    save_streams(target, Layers(NumpyBackend(), path, "fp16", 16).run([("prefill", list(range(1000, 1016)))]))
 
 
 def all_layers(line, attempt) -> None:
     """All 64 layers of the 27B for 16 tokens, against the file that GPU_REFERENCE names."""
     def check() -> str:
-        stored = np.load(os.environ["GPU_REFERENCE"])
-        added = stored["added"].astype(np.float64) * stored["sizes"]
-        expected = list(np.cumsum(np.concatenate([stored["first"][None], added]), axis=0))
+        expected = kept_streams(np.load(os.environ["GPU_REFERENCE"]))
         backend = CudaBackend.open(CACHE)
         try:
             found = Layers(backend, models() / "q4s.q27", "fp16", 16).run([("prefill", list(range(1000, 1016)))])
