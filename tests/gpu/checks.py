@@ -32,9 +32,7 @@ BIG_STAGES = {
     "out": ([(5120, Q4_G64)], 6144), "out q8": ([(5120, Q8_G128)], 6144),
     "gate up": ([(17408, Q4_G64)] * 2, 5120), "down": ([(5120, Q4_G64)], 17408),
 }
-"""The 27B's matrices at q4s, and one at Q8."""
-MANY = {"gate up": (2048,), "down": (2048,)}
-"""Prefill rows beside PREFILL, where NumPy's share of the time is worth it."""
+"""The 27B's matrices at q4s, and one at Q8; their prefill has 2,048 rows too."""
 
 failures: list[str] = []
 
@@ -72,8 +70,9 @@ def stage_state(backend: CudaBackend, cols: int):
 
 
 def stages(device: CudaDevice) -> None:
-    """Matrix stages at a small size and at the 27B's."""
-    for mix, spec in cuda_checks.MIXES.items():
+    """Matrix stages at a small size and at the 27B's; GPU_STAGES: some alone, by name ("small" and the 27B's), with commas between."""
+    wanted = os.environ.get("GPU_STAGES", ",".join(["small", *BIG_STAGES])).split(",")
+    for mix, spec in cuda_checks.MIXES.items() if "small" in wanted else ():
         def small(spec=spec):
             backend = CudaBackend(device)
             backend.empty((512, 640), "float32", "x")
@@ -84,13 +83,16 @@ def stages(device: CudaDevice) -> None:
             return limited(max(rows, tiles), 5e-4)
         attempt(f"stage {mix}, 640 columns", small)
     for name, (spec, cols) in BIG_STAGES.items():
+        if name not in wanted:
+            continue
+
         def large(spec=spec, cols=cols):
             backend = CudaBackend(device)
             backend.empty((2048, cols), "float32", "x")
             stage = cuda_checks.Stage(backend, spec, cols, 2)
             state = stage_state(backend, cols)
             rows = cuda_checks.check_linear(backend, state, stage, "decode", ROWS)
-            tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL + MANY.get(name, ()))
+            tiles = cuda_checks.check_linear(backend, state, stage, "prefill", (*PREFILL, 2048))
             same = repeat(backend, state, stage)
             backend.weights_arena.release()
             return limited(max(rows, tiles), 5e-4) + f", {same}"

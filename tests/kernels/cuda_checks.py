@@ -7,6 +7,7 @@ error, or raises where bits must be equal.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -78,6 +79,25 @@ class Stage:
         out = backend.upload(start)
         backend.add_linear(self.weight, backend.upload(x), out)
         return found, max(worst, relative_error(backend.download(out) - start, x @ self.values.T))
+
+
+def open_state(backend: CudaBackend, cols: int):
+    """A state of few slots and blocks for stages of a width."""
+    config = NANO
+    geometry = SimpleNamespace(**{name: getattr(config, name) for name in config.__dataclass_fields__} | {"hidden_size": cols})
+    return backend.allocate_state(geometry, 1, 1, "fp16", 2, 4, 16)
+
+
+def sampling_rows(n: int, **changes) -> SamplingRows:
+    """Draws of n rows at a temperature of 0.8, but for `changes`."""
+    values = {
+        "temperature": np.full(n, 0.8, np.float32), "top_k": np.zeros(n, np.int32), "top_p": np.ones(n, np.float32),
+        "min_p": np.zeros(n, np.float32), "presence": np.zeros(n, np.float32), "frequency": np.zeros(n, np.float32),
+        "seeds": np.arange(n, dtype=np.uint64) * np.uint64(1 << 33) + np.uint64(5), "positions": np.arange(n, dtype=np.int64) + (1 << 33),
+        "penalty_starts": np.zeros(n + 1, np.int32), "penalty_ids": np.zeros(0, np.int32), "penalty_counts": np.zeros(0, np.int32),
+        "num_logprobs": np.full(n, -1, np.int32), "masks": None,
+    }
+    return SamplingRows(**(values | changes))
 
 
 def rows_with_peaks(random: np.random.Generator, rows: int, cols: int, last: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, EmulatedDevice, has_compiler
 from tests.kernels.test_compiler_keys import CARDS
-from tests.kernels.test_cuda_emulated import open_state
 
 emulated = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
 ROW_COUNTS = (1, 2, 3, 9, 16)
@@ -118,7 +117,7 @@ def test_rows_keep_their_bits_and_every_border_is_empty_again(name, num_sms, mon
     backend = CudaBackend(device)
     stage = cuda_checks.Stage(backend, SPECS[name], 384, 1)
     backend.empty((96, 384), "float32", "x")
-    state = open_state(backend, 384)
+    state = cuda_checks.open_state(backend, 384)
     left, launch = [], device.launch
 
     def launch_and_look(function, grid, *rest, **more) -> None:
@@ -142,7 +141,7 @@ def test_sums_that_are_not_finite_cross_a_border():
     shares = stage.weight.shares
     groups = group_ends(stage.weight.segments, stage.weight.units)
     backend.empty((96, 640), "float32", "x")
-    state = open_state(backend, 640)
+    state = cuda_checks.open_state(backend, 640)
     assert set(shares.borders(stage.weight.segments, stage.weight.units)) - set(groups), "no group lies in two blocks"
     for fill in (0.0, np.nan):
         backend.begin(cuda_checks.make_batch("decode", [[0]], [0], [0], [[0]]), state)

@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+#include "races.h"
 using std::max;
 using std::min;
 
@@ -79,7 +80,7 @@ inline Warp& warp() { return warps[current / 32]; }
 inline void warp_barrier() {
   Warp& w = warp();
   const unsigned turn = w.turn;
-  if (++w.arrived == w.live) { w.arrived = 0; ++w.turn; ++progress; return; }
+  if (++w.arrived == w.live) { w.arrived = 0; ++w.turn; ++progress; race_event(MET, &w, 0); return; }
   while (w.turn == turn) yield();
 }
 // What a thread finds at an address: of the bytes that are late, as long as it has not waited for earlier kernels, the old ones.
@@ -89,7 +90,7 @@ inline const void* found(const void* at) {
 }
 inline void block_barrier() {
   const unsigned turn = block_turn;
-  if (++block_arrived == block_live) { block_arrived = 0; ++block_turn; ++progress; return; }
+  if (++block_arrived == block_live) { block_arrived = 0; ++block_turn; ++progress; race_event(MET, &block_turn, 0); return; }
   while (block_turn == turn) yield();
 }
 struct Group { int arrived; unsigned turn; };
@@ -97,7 +98,7 @@ static Group groups[16];
 inline void group_barrier(int id, int threads) {
   Group& g = groups[id];
   const unsigned turn = g.turn;
-  if (++g.arrived == threads) { g.arrived = 0; ++g.turn; ++progress; return; }
+  if (++g.arrived == threads) { g.arrived = 0; ++g.turn; ++progress; race_event(MET, &g, 0); return; }
   while (g.turn == turn) yield();
 }
 inline void entry() {
@@ -105,8 +106,8 @@ inline void entry() {
   fibers[current].done = true;
   ++progress;
   Warp& w = warp();
-  if (--w.live > 0 && w.arrived == w.live) { w.arrived = 0; ++w.turn; }
-  if (--block_live > 0 && block_arrived == block_live) { block_arrived = 0; ++block_turn; }
+  if (--w.live > 0 && w.arrived == w.live) { w.arrived = 0; ++w.turn; race_event(MET, &w, 0); }
+  if (--block_live > 0 && block_arrived == block_live) { block_arrived = 0; ++block_turn; race_event(MET, &block_turn, 0); }
   yield();
   abort();
 }
@@ -117,6 +118,7 @@ inline void run_block(int threads, size_t shared) {
   std::vector<unsigned char> memory(shared + 64);
   dynamic_shared = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
   memset(dynamic_shared, 0xff, shared);
+  race_begin(threads, &current, dynamic_shared, shared);
   block_arrived = 0, block_live = threads;
   char* base = stacks.data() + (64 - reinterpret_cast<uintptr_t>(stacks.data()) % 64);
   for (int i = 0; i < threads; ++i) {
@@ -163,9 +165,11 @@ template <class T> T exchange(T value, int source) {
 }  // namespace emulated
 
 #define SHARED_BYTES(name) unsigned char* name = emulated::dynamic_shared
-inline void __syncthreads() { emulated::block_barrier(); }
-template <int LAST = 2> inline void group_barrier(int id, int threads) { emulated::group_barrier(id, threads); }
-inline void __syncwarp() { emulated::warp_barrier(); }
+// A barrier that orders what its threads did; an exchange of a warp does not.
+template <class F> void meet(const void* object, F barrier) { race_event(LEFT, object, 0), barrier(), race_event(SEEN, object, 0); }
+inline void __syncthreads() { meet(&emulated::block_turn, emulated::block_barrier); }
+template <int LAST = 2> inline void group_barrier(int id, int threads) { meet(&emulated::groups[id], [=] { emulated::group_barrier(id, threads); }); }
+inline void __syncwarp() { meet(&emulated::warp(), emulated::warp_barrier); }
 inline void __threadfence() {}
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
 template <class T> T __shfl_sync(unsigned, T value, int source) { return emulated::exchange(value, source & 31); }
@@ -214,10 +218,12 @@ inline void wait_for_earlier() { emulated::fibers[emulated::current].waited = tr
 extern "C" void emulated_late(const void* at, const void* old, size_t bytes) {
   emulated::late_at = static_cast<const unsigned char*>(at), emulated::late_old = static_cast<const unsigned char*>(old), emulated::late_bytes = bytes;
 }
-inline void copy_async_16(void* shared, const void* global) { memcpy(shared, emulated::found(global), 16); }
-inline void copy_async_16(void* shared, const void* global, bool wanted) { wanted ? memcpy(shared, emulated::found(global), 16) : memset(shared, 0, 16); }
-inline void copy_async_commit() {}
-template <int PENDING> void copy_async_wait() {}
+UNSEEN inline void copy_async_16(void* shared, const void* global, bool wanted = true) {
+  race_access(shared, 16, COPY_WRITE);
+  wanted ? memcpy(shared, emulated::found(global), 16) : memset(shared, 0, 16);
+}
+inline void copy_async_commit() { race_event(COPY_COMMITTED, nullptr, 0); }
+template <int PENDING> void copy_async_wait() { race_event(COPY_DONE, nullptr, PENDING); }
 inline uint16_t half_from_float(float value) { _Float16 h = (_Float16)value; uint16_t u; memcpy(&u, &h, 2); return u; }
 inline float half_to_float(uint16_t bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
 inline uint32_t half2_from_floats(float low, float high) { return half_from_float(low) | (uint32_t)half_from_float(high) << 16; }
@@ -250,7 +256,7 @@ inline void halves_from_e4m3x4(uint32_t bytes, uint32_t& low, uint32_t& high) { 
 inline float exp2_quick(float value) { return exp2f(value); }
 inline uint32_t e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
 
-inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+UNSEEN inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
@@ -271,7 +277,7 @@ inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   }
   emulated::warp_barrier();
 }
-inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+UNSEEN inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulated::Warp& w = emulated::warp();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -295,37 +301,50 @@ inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   mma_f16(d, a0, a1, a2, a3, b0, b1);
 }
 inline void warpgroup_begin() {}
-inline void warpgroup_commit() {}
-template <int PENDING> void warpgroup_wait() {}
+inline void warpgroup_commit() { race_event(MATRIX_COMMITTED, nullptr, 0); }
+// An instruction of the whole warp: what its lanes read for the ones before has been read.
+template <int PENDING> void warpgroup_wait() {
+  race_event(MATRIX_DONE, nullptr, PENDING);
+  if (FINDS_RACES) __syncwarp();
+}
 template <int GROUPS> void warpgroup_settle(float (&)[GROUPS][4]) {}
 template <int COUNT> void warpgroup_hold(uint32_t (&)[COUNT][4]) {}
 struct Arrival { uint8_t phase, count, left, unused; int32_t bytes; };   // in the 8 bytes of a barrier
-inline void arrival_check(Arrival* a) {
-  if (a->left == 0 && a->bytes == 0) a->phase ^= 1, a->left = a->count, ++emulated::progress;
+UNSEEN inline void arrival_check(Arrival* a) {
+  if (a->left == 0 && a->bytes == 0) a->phase ^= 1, a->left = a->count, ++emulated::progress, race_event(MET, a, 0);
 }
 inline Arrival* arrival_of(uint64_t* arrival) { return reinterpret_cast<Arrival*>(arrival); }
-inline void arrival_init(uint64_t* arrival, int count) { *arrival_of(arrival) = {0, (uint8_t)count, (uint8_t)count, 0, 0}; }
+UNSEEN inline void arrival_init(uint64_t* arrival, int count) {
+  race_access(arrival, 8, THREAD_WRITE);
+  *arrival_of(arrival) = {0, (uint8_t)count, (uint8_t)count, 0, 0};
+}
 inline void arrival_publish() {}
-inline void arrival_announce(uint64_t* arrival, int bytes) {
+UNSEEN inline void arrival_announce(uint64_t* arrival, int bytes) {
+  race_access(arrival, 8, THREAD_READ), race_event(LEFT, arrival, 0);   // a read: what must be there is the barrier
   arrival_of(arrival)->bytes += bytes, --arrival_of(arrival)->left, ++emulated::progress;
   arrival_check(arrival_of(arrival));
 }
 inline void arrive(uint64_t* arrival) { arrival_announce(arrival, 0); }
-inline void arrival_wait(uint64_t* arrival, int phase) {
+UNSEEN inline void arrival_wait(uint64_t* arrival, int phase) {
+  race_access(arrival, 8, THREAD_READ);
   while (arrival_of(arrival)->phase == (phase & 1)) emulated::yield();
+  race_event(SEEN, arrival, 0);
 }
-inline void copy_whole(void* shared, const void* global, int bytes, uint64_t* arrival) {
+UNSEEN inline void copy_whole(void* shared, const void* global, int bytes, uint64_t* arrival) {
+  race_access(shared, bytes, BULK_WRITE), race_event(BULK_DONE, arrival, 0);
   memcpy(shared, global, bytes);
   arrival_of(arrival)->bytes -= bytes;
   arrival_check(arrival_of(arrival));
 }
+// Bytes of shared memory for a matrix instruction.
+UNSEEN inline void matrix_bytes(void* out, const void* at, size_t bytes) { race_access(at, bytes, MATRIX_READ), memcpy(out, at, bytes); }
 template <int GROUPS> void warpgroup_mma(float (&c)[GROUPS][4], const uint32_t (&a)[4], const void* rows, int step) {
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   for (int n = 0; n < GROUPS; ++n) {   // a warp needs only its own 16 rows of A
     uint32_t b[2];
     const int row = 8 * n + g;
     for (int high = 0; high < 2; ++high)
-      memcpy(&b[high], static_cast<const unsigned char*>(rows) + row * 128 + ((2 * step + high) ^ (row & 7)) * 16 + 4 * q, 4);
+      matrix_bytes(&b[high], static_cast<const unsigned char*>(rows) + row * 128 + ((2 * step + high) ^ (row & 7)) * 16 + 4 * q, 4);
     mma_f16(c[n], a[0], a[1], a[2], a[3], b[0], b[1]);
   }
 }
@@ -335,9 +354,9 @@ inline const unsigned char* tile_piece(const void* tile, int row, int column) { 
 inline void warpgroup_mma_tiles(float (&c)[8][4], const void* a, const void* b, int step) {
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3, first = emulated::current / 32 % 4 * 16;
   uint32_t left[4], right[2];
-  for (int i = 0; i < 4; ++i) memcpy(&left[i], tile_piece(a, first + g + i % 2 * 8, 16 * step + i / 2 * 8) + 4 * q, 4);
+  for (int i = 0; i < 4; ++i) matrix_bytes(&left[i], tile_piece(a, first + g + i % 2 * 8, 16 * step + i / 2 * 8) + 4 * q, 4);
   for (int n = 0; n < 8; ++n) {
-    for (int i = 0; i < 2; ++i) memcpy(&right[i], tile_piece(b, 8 * n + g, 16 * step + 8 * i) + 4 * q, 4);
+    for (int i = 0; i < 2; ++i) matrix_bytes(&right[i], tile_piece(b, 8 * n + g, 16 * step + 8 * i) + 4 * q, 4);
     mma_f16(c[n], left[0], left[1], left[2], left[3], right[0], right[1]);
   }
 }
@@ -345,11 +364,11 @@ template <int GROUPS> void warpgroup_mma_across(float (&c)[GROUPS][4], const uin
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   for (int n = 0; n < GROUPS; ++n) {
     uint16_t right[4];
-    for (int i = 0; i < 4; ++i) memcpy(&right[i], tile_piece(b, 16 * step + i / 2 * 8 + 2 * q + i % 2, 8 * n) + 2 * g, 2);
+    for (int i = 0; i < 4; ++i) matrix_bytes(&right[i], tile_piece(b, 16 * step + i / 2 * 8 + 2 * q + i % 2, 8 * n) + 2 * g, 2);
     mma_f16(c[n], a[0], a[1], a[2], a[3], right[0] | (uint32_t)right[1] << 16, right[2] | (uint32_t)right[3] << 16);
   }
 }
-inline void publish_shared() {}
+inline void publish_shared() { race_event(PUBLISHED, nullptr, 0); }
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 inline void load_matrices(uint32_t (&out)[4], const void* row) {

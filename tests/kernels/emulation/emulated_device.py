@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,18 @@ CARD = Card("emulated", (9, 0), 4, 227 * 1024)
 SMALL_CARD = Card("emulated, small", (8, 6), 4, 99 * 1024, 1536)
 
 
+class Races(NamedTuple):
+    """Accesses to shared memory by kind, and those that nothing orders; the first of them in words."""
+
+    thread_reads: int = 0
+    thread_writes: int = 0
+    matrix_reads: int = 0
+    copies: int = 0
+    bulk_copies: int = 0
+    races: int = 0
+    first: str = ""
+
+
 def has_compiler() -> bool:
     return shutil.which("g++") is not None and os.uname().machine == "x86_64"
 
@@ -37,8 +50,9 @@ class EmulatedDevice(ImmediateDevice):
     GUARD = 256
     context_bytes = 0
 
-    def __init__(self, card: Card = CARD, cache: Path | None = None) -> None:
-        self.card = card
+    def __init__(self, card: Card = CARD, cache: Path | None = None, watched: frozenset[str] = frozenset(), sources: Path = SOURCES) -> None:
+        """watched: sources whose accesses to shared memory are watched (`races`); sources: the folder of the kernels, or of changed ones for those."""
+        self.card, self._watched, self._sources = card, watched, sources
         self._cache = cache or Path(tempfile.gettempdir()) / f"q27app-emulated-{os.getuid()}"
         self._memory: dict[int, np.ndarray] = {}
         self._modules: dict[Job, dict[str, object]] = {}
@@ -104,24 +118,47 @@ class EmulatedDevice(ImmediateDevice):
         for library in self._libraries:
             library.emulated_late(ctypes.c_void_p(address), ctypes.c_void_p(old.ctypes.data), ctypes.c_size_t(old.nbytes))
 
+    def races(self) -> Races:
+        """What was seen of shared memory by the watched kernels of this process so far, all devices together."""
+        found = Races()
+        for library in self._libraries:
+            if hasattr(library, "race_result"):
+                counts, result = (ctypes.c_longlong * 6)(), library.race_result
+                result.restype = ctypes.c_char_p
+                first = result(counts).decode()
+                found = Races(*(a + b for a, b in zip(found[:6], counts)), found.first or first)
+        return found
+
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
-        text = expand(job.source)
+        text, is_watched = expand(job.source), job.source in self._watched
+        sources = self._sources if is_watched else SOURCES
         absent = {"NAME", "__launch_bounds__"} | ({"attend_decode_16"} if dict(job.defines).get("WARPGROUPS") else set())   # not compiled
-        names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in absent] + _MACRO.findall(text)
+        names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in absent] + _MACRO.findall((sources / f"{job.source}.cu").read_text())
         runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
                        f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
-        source = f'#include "{SOURCES / (job.source + ".cu")}"\n{runs}'
+        source = f'#include "{sources / (job.source + ".cu")}"\n{runs}'
         # symbolic: a kernel called accept is not the one of the C library
-        flags = ["-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-DQ27_ON_HOST", f"-I{HERE}", f"-I{SOURCES}",
+        flags = ["-std=c++17", "-O2", "-mf16c", "-ffp-contract=off", "-fPIC", "-DQ27_ON_HOST", f"-I{HERE}", f"-I{sources}",
                  "-w", *(f"-D{name}={value}" for name, value in job.defines)]
-        key = hashlib.sha256("\0".join([text, source, *flags, (HERE / "emulated.h").read_text()]).encode()).hexdigest()[:24]
-        library = self._cache / f"{job.source}-{key}.so"
+        texts = [(HERE / name).read_text() for name in ("emulated.h", "races.h", *(["races.cpp"] if is_watched else []))]
+        texts += [path.read_text() for path in sorted(sources.iterdir())] if sources != SOURCES else []
+        key = hashlib.sha256("\0".join([text, source, *flags, *texts]).encode()).hexdigest()[:24]
+        cache = self._cache if sources == SOURCES else sources.parent
+        library = cache / f"{job.source}-{key}.so"
         if not library.exists():
-            self._cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._cache) as folder:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
                 path = Path(folder) / "kernels.cpp"
                 path.write_text(source)
-                done = subprocess.run(["g++", *flags, "-x", "c++", str(path), "-o", f"{folder}/out.so"], capture_output=True, text=True)
-                assert done.returncode == 0, done.stderr[-4000:]
+                linked = ["-shared", "-Wl,-Bsymbolic", "-o", f"{folder}/out.so"]
+                commands = [["g++", *flags, "-x", "c++", str(path), *linked]]
+                if is_watched:   # the compiler tells of every access, and the detector, built apart, hears of it
+                    objects = [f"{folder}/kernels.o", f"{folder}/races.o"]
+                    commands = [["g++", *flags, "-DQ27_RACES", "-fsanitize=thread", "-c", "-x", "c++", str(path), "-o", objects[0]],
+                                ["g++", "-std=c++17", "-O3", "-fPIC", "-DQ27_RACES", "-w", "-c", str(HERE / "races.cpp"), "-o", objects[1]],
+                                ["g++", *objects, *linked]]
+                for command in commands:
+                    done = subprocess.run(command, capture_output=True, text=True)
+                    assert done.returncode == 0, done.stderr[-4000:]
                 os.replace(f"{folder}/out.so", library)
         return ctypes.CDLL(str(library)), names

@@ -1,0 +1,134 @@
+"""Nothing reads or writes a place in shared memory that another thread, copy or matrix instruction may still have: the kernels on the CPU, watched access
+by access (tests/kernels/emulation/races.cpp). Rings kept by mbarriers above all, of which compute-sanitizer cannot tell; and rings broken on purpose."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from q27app.kernels import cuda_tiles
+from q27app.kernels.compiler import SOURCES
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
+from tests.kernels import attend_checks, cuda_checks
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, has_compiler
+from tests.kernels.made import make_batch
+
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    pytest.mark.long,
+]
+TILES, ATTEND = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"})
+
+
+def multiply(device: EmulatedDevice, monkeypatch, shape: str, dtype, rows: int = 150) -> None:
+    """Sums and products of a prompt's rows, in blocks of one shape: rings that go round and over the border of two pieces."""
+    random, backend = np.random.default_rng(2), CudaBackend(device)
+    weight, pair = (backend.load([cuda_checks.made_tensor(random, f"{name}{i}", rows_of, 640, dtype) for i in range(count)])
+                    for name, rows_of, count in (("w", 600, 1), ("pair", 72, 2)))
+    norm = backend.load([cuda_checks.stored("norm", np.ones(640, np.float32), cuda_checks.F32)])
+    backend.empty((rows, 640), "float32", "x")
+    chosen = next(each for each in cuda_tiles.tile_shapes(device.card) if each.name == shape)
+    monkeypatch.setattr(cuda_tiles, "tile_plan", lambda card, segments, rows, splits=1: (cuda_tiles.TilePart(chosen, segments, 0, rows, splits),))
+    monkeypatch.setattr(cuda_tiles, "tile_splits", lambda card, segments, units: 2)
+    backend.begin(make_batch("prefill", [[0] * rows], [0], [0], [[0, 1, 2]]), cuda_checks.open_state(backend, 640))
+    x = backend.upload(random.standard_normal((rows, 640)).astype(np.float32))
+    backend.add_linear(weight, x, backend.upload(np.zeros((rows, 600), np.float32)))
+    backend.gate_up(norm, pair, x, backend.upload(np.zeros((rows, 72), np.float32)))
+
+
+def attend(device: EmulatedDevice, name: str, is_whole: bool = True) -> None:
+    bench = attend_checks.AttendBench(device, cuda_checks.NANO, name, 6, 1, 200)
+    attend_checks.fill(bench, 320)
+    assert attend_checks.check_attend(bench, 200, (100,), "prefill") < 5e-4 or not is_whole
+    if is_whole:
+        assert attend_checks.check_attend(bench, 300, (12, 1, 8), "decode") < 5e-4
+
+
+def assert_clean(found: Races) -> None:
+    assert found.thread_reads and found.thread_writes, "nothing was watched"
+    assert found.races == 0, found.first
+
+
+@pytest.mark.parametrize("dtype", [Q4_G64, Q8_G128, F16], ids=["q4", "q8", "f16"])
+@pytest.mark.parametrize("shape", ["wide", "medium", "slim", "few"])
+def test_rings_of_prefill_products(monkeypatch, shape, dtype):
+    device = EmulatedDevice(CARD, watched=TILES)
+    multiply(device, monkeypatch, shape, dtype)
+    found = device.races()
+    assert found.matrix_reads and found.bulk_copies
+    assert_clean(found)
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
+def test_rings_and_copies_of_attention(name):
+    device = EmulatedDevice(CARD, watched=ATTEND)
+    attend(device, name)
+    found = device.races()
+    assert found.matrix_reads and found.copies
+    assert_clean(found)
+
+
+def test_kernels_by_warps(monkeypatch):
+    device = EmulatedDevice(SMALL_CARD, watched=TILES | ATTEND)
+    multiply(device, monkeypatch, "medium", Q4_G64)
+    attend(device, "turbo5k")
+    assert device.races().copies
+    assert_clean(device.races())
+
+
+BROKEN_TILES = {
+    "a place is free before its products": ("warpgroup_wait<1>();   // the part before is done", ""),
+    "a place is free while its own products run": ("    part(acc, a, 0);\n    release();\n    behind = ring.free();\n    ring.next();\n  }\n  __device__ __forceinline__ void halves",
+                                                    "    behind = ring.free();\n    part(acc, a, 0);\n    release();\n    behind = nullptr;\n    ring.next();\n  }\n"
+                                                    "  __device__ __forceinline__ void halves"),
+    "copies do not wait for a free place": ("arrival_wait(ring.free(), ring.phase ^ 1);", ""),
+    "products do not wait for copies": ("arrival_wait(ring.full(), ring.phase);\n    part(acc, a, 0);", "part(acc, a, 0);"),
+    "one warp fewer frees a place": ("arrival_init(ring.free(), S::TILES);", "arrival_init(ring.free(), S::TILES - 1);"),
+    "barriers are used before they are there": ("    arrival_publish();\n  }\n  __syncthreads();\n  ring.stage = 0;", "  }\n  ring.stage = 0;"),
+}
+BROKEN_ATTEND = {
+    "keys are free before their scores": ("      warpgroup_commit();\n      warpgroup_wait<0>();\n      warpgroup_settle(score);",
+                                          "      warpgroup_commit();\n      warpgroup_settle(score);"),
+    "values are not waited for": ("      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);\n      warpgroup_begin();", "      warpgroup_begin();"),
+    "feeders do not wait": ("arrival_wait(shared.barrier(is_values ? VALUES_FREE : KEYS_FREE, stage), phase ^ 1);", ""),
+    "tiles are not published": ("    publish_shared();\n    arrive(shared", "    arrive(shared"),
+    "queries are not waited for": ("  publish_shared();\n  group_barrier(1 + group, 128);", "  publish_shared();"),
+}
+
+
+def finds(tmp_path, name: str, change: tuple[str, str], watched: frozenset[str], run) -> str:
+    """The first race of the kernels with one place of their sources changed, in a process of its own: it ends there, or stands still."""
+    sources, message = tmp_path / "cu", tmp_path / "found.txt"
+    shutil.copytree(SOURCES, sources)
+    text = (sources / name).read_text()
+    assert text.count(change[0]) == 1, "the kernel has changed: say anew how to break it"
+    (sources / name).write_text(text.replace(*change))
+    tiles = (sources / "linear_tiles.cu").read_text().splitlines()
+    (sources / "linear_tiles.cu").write_text("\n".join(line for line in tiles if not line.startswith("LINEAR_TILES(") or "_medium_q4" in line) + "\n")
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(message, os.O_CREAT | os.O_WRONLY), 2)
+        os.environ["Q27_RACES_END"] = "1"
+        try:
+            run(EmulatedDevice(CARD, None, watched, sources))
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 86, (code, message.read_text())
+    return message.read_text()
+
+
+@pytest.mark.parametrize("what", BROKEN_TILES)
+def test_a_broken_ring_of_products_is_found(monkeypatch, tmp_path, what):
+    found = finds(tmp_path, "tiles_warpgroup.cuh", BROKEN_TILES[what], TILES, lambda device: multiply(device, monkeypatch, "medium", Q4_G64))
+    assert "unordered with" in found
+
+
+@pytest.mark.parametrize("what", BROKEN_ATTEND)
+def test_a_broken_ring_of_attention_is_found(tmp_path, what):
+    found = finds(tmp_path, "attend_warpgroup.cuh", BROKEN_ATTEND[what], ATTEND - {"attend_decode"}, lambda device: attend(device, "fp8", False))
+    assert "unordered with" in found
