@@ -44,9 +44,6 @@ class TimedDevice(CountingDevice):
     def synchronize(self) -> None:
         self.wait(self.free_at)
 
-    def download_pinned(self, data: np.ndarray, address: int) -> None:
-        data[:] = np.resize(np.array([1], np.int32).view(np.uint8), len(data))
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):

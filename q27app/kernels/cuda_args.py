@@ -63,6 +63,10 @@ class Hidden(ctypes.Structure):
     _fields_ = _fields(p="final_rows out slots row_starts slot_ids accepted keeps", l="slot_bytes offset", i="num_seqs width")
 
 
+class CopyWords(ctypes.Structure):
+    _fields_ = _fields(p="source target", i="words is_ready")
+
+
 class Rope(ctypes.Structure):
     _fields_ = _fields(p="positions frequencies table", i="half")
 

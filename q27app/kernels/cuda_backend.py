@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SMALL_ROWS, MAX_SEQS = 64, 64
 SAMPLED_ROWS = 64
+FEW_BYTES = 1 << 14
+"""Larger arrays go by the copy engine."""
 FIXED_SOURCES = ("linear_rows", "linear_tiles", "rows", "repack", "sample", "accept", "checksum", "draft")
 
 
@@ -211,7 +213,7 @@ class CudaBackend:
         frequencies = np.float64(geometry.rope_theta) ** (np.arange(half) * (-2.0 / geometry.rotary_dim))
         self.device.upload(self.scratch.frequencies, frequencies)
         stride = min(num_blocks, MAX_CONTEXT // 64)
-        self._areas = [BatchArea(self.device, rows, MAX_SEQS, stride) for rows in self._area_rows()]
+        self._areas = [BatchArea(self.device, rows, MAX_SEQS, stride, self.send) for rows in self._area_rows()]
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
 
@@ -223,6 +225,21 @@ class CudaBackend:
             function = self.device.module(Job.of(source, self.defines[source]))[name]
             self._functions[source, name] = function
         self.device.launch(function, grid, block, shared, args, dependent)
+
+    def send(self, address: int, data: np.ndarray) -> None:
+        """Page-locked memory to the card: small arrays by a kernel, beside which the ones around it need not stop."""
+        if data.nbytes > FEW_BYTES:
+            return self.device.upload_pinned(address, data)
+        self._copy(data.ctypes.data, address, data.nbytes, True)
+
+    def fetch(self, data: np.ndarray, address: int) -> None:
+        """The other way; there when an event marked after it is."""
+        self._copy(address, data.ctypes.data, data.nbytes, False)
+
+    def _copy(self, source: int, target: int, nbytes: int, is_ready: bool) -> None:
+        assert nbytes % 4 == 0, nbytes
+        words = nbytes // 4
+        self.launch("rows", "copy_words", (-(-words // 256),), 256, 0, cuda_args.CopyWords(source, target, words, int(is_ready)))
 
     def record(self, run: Callable[[], None]) -> Replay:
         """`run` as a graph. Run it once before, so that everything is loaded. Inside another recording it is part of that."""
@@ -307,8 +324,8 @@ class CudaBackend:
             raise Q27Error("commit without a deferred pass before it.")
         if accepted is not None:
             self._sampler.put_accepted(accepted)
-        self._mixers.commit(self._sampler.accepted, *self._deferred)
         self._keep_accepted(self._deferred)
+        self._mixers.commit(self._sampler.accepted, *self._deferred)
 
     def _keep_accepted(self, of: tuple[Batch, BatchArea]) -> None:
         """The hidden rows of what was accepted of a deferred pass."""

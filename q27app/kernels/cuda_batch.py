@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from q27app.errors import Q27Error
@@ -31,11 +33,12 @@ def area_bytes(max_rows: int, max_seqs: int, table_stride: int) -> int:
 
 
 class BatchArea:
-    """Room for passes of up to max_rows rows of max_seqs sequences. Owned by the backend."""
+    """Room for passes of up to max_rows rows of max_seqs sequences. Owned by the backend. send: `Device.upload_pinned` or as it."""
 
-    def __init__(self, device: Device, max_rows: int, max_seqs: int, table_stride: int) -> None:
+    def __init__(self, device: Device, max_rows: int, max_seqs: int, table_stride: int,
+                 send: Callable[[int, np.ndarray], None] | None = None) -> None:
         self.max_rows, self.max_seqs, self.table_stride = max_rows, max_seqs, table_stride
-        self._device = device
+        self._device, self._send = device, send or device.upload_pinned
         self._at, end = _places(max_rows, max_seqs, table_stride)
         self._hosts = Slates(device, 4 * end)
         self.address = device.allocate(4 * end)
@@ -73,7 +76,7 @@ class BatchArea:
             known[:] = -1
             if not self._device.is_recording:
                 known[:, :width] = wanted
-        self._device.upload_pinned(self.address, host[:used])
+        self._send(self.address, host[:used])
         self._hosts.sent()
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,10 +35,10 @@ def sampler_sizes(vocab: int, max_rows: int, max_seqs: int) -> tuple[int, ...]:
 
 
 class Inputs:
-    """Parameters of rows on the device, in one copy from page-locked memory."""
+    """Parameters of rows on the device, in one copy from page-locked memory. send: see `CudaBackend.send`."""
 
-    def __init__(self, device, address: int, nbytes: int) -> None:
-        self._device, self._address, self._size = device, address, nbytes
+    def __init__(self, device, address: int, nbytes: int, send: Callable[[int, np.ndarray], None]) -> None:
+        self._device, self._address, self._size, self._send = device, address, nbytes, send
         self._hosts = Slates(device, nbytes)
         self._last: tuple[bytes, cuda_args.Sample] | None = None
         """What lies there, if nothing but `put` changes it."""
@@ -77,7 +78,7 @@ class Inputs:
         self._last = None if is_chain else (content, args)   # a chain changes it
         host = self._hosts.open()
         host[:end] = np.frombuffer(content, np.uint8)
-        self._device.upload_pinned(self._address, host[:end])
+        self._send(self._address, host[:end])
         self._hosts.sent()
         return args, limits_at
 
@@ -91,11 +92,13 @@ class Sampler:
         sizes = sampler_sizes(vocab, max_rows, max_seqs)
         (inputs, ahead, self._work, self._part_best, self._part_top, self._out, self._logprobs, self._logprob_ids, self._drafts,
          self._part_mass, self._list, self._cuts) = map(backend.scratch_arena.take, sizes)
-        self._inputs, self._inputs_ahead = Inputs(self._device, inputs, sizes[0]), Inputs(self._device, ahead, sizes[1])
+        self._inputs, self._inputs_ahead = (Inputs(self._device, inputs, sizes[0], backend.send),
+                                            Inputs(self._device, ahead, sizes[1], backend.send))
         self._ahead: tuple = (None, cuda_args.Sample(), 0)
         """The parameters that lie there, and where."""
         self._sent_host = self._device.pinned(8 * max_rows + 4 * max_seqs)
         self._sent: tuple | None = None
+        self._is_fetched = False
         self._held_host = self._device.pinned(8 * max_rows + 4 * max_seqs)
         self._held: tuple | None = None
         self._counts_host = self._device.pinned(4 * max_seqs).view(np.int32)
@@ -116,7 +119,7 @@ class Sampler:
         n = len(rows.temperature)
         self._check(logits, n)
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
-        self._accepted_valid, self._sent = False, None
+        self._accepted_valid, self._sent, self._is_fetched = False, None, False
         kinds = _kinds(rows)
         args, _ = self._inputs.put(rows if kinds.drawn else replace(rows, positions=np.zeros(n, np.int64)))   # they tell of noise alone
         self._choose(args, logits, kinds, (0, 0))
@@ -221,7 +224,7 @@ class Sampler:
     def put_accepted(self, counts: np.ndarray) -> None:
         """Use these counts instead of those of `accept`."""
         self._counts_host[:len(counts)] = counts
-        self._device.upload_pinned(self.accepted, self._counts_host[:len(counts)])
+        self._backend.send(self.accepted, self._counts_host[:len(counts)])
 
     def accept(self) -> None:
         backend, batch = self._backend, self._backend.batch
@@ -231,10 +234,18 @@ class Sampler:
                                 self.accepted, batch.num_seqs, self._rows)
         backend.launch("accept", "accept", (1,), 256, 0, args)
         self._accepted_valid = True
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """What was drawn and accepted, on its way to the host before anything else is done with it."""
+        if not self._device.is_recording:
+            self._backend.fetch(self._sent_host, self._out)
+            self._is_fetched = True
 
     def start_download(self, num_seqs: int) -> None:
         """Of what was drawn and accepted; `result` waits for `end_download` and not for what comes after it."""
-        self._device.download_pinned(self._sent_host, self._out)
+        if not self._is_fetched:
+            self._fetch()
         self._sent = (None, self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
 
     def end_download(self) -> None:
@@ -244,7 +255,7 @@ class Sampler:
 
     def hold(self, num_seqs: int) -> None:
         """Download what was drawn for the next `result`, whatever is drawn meanwhile."""
-        self._device.download_pinned(self._held_host, self._out)
+        self._backend.fetch(self._held_host, self._out)
         self._held = (self._device.mark(), self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
 
     def result(self, num_seqs: int) -> Sampled:

@@ -136,6 +136,8 @@ def draw(path: str, out: str, first: str, count: str) -> None:
         InGroups(table.stepper._scheduler)
         near = None if is_right else Near(table.loaded.model.backend)
         for at in range(begin, begin + many, TOGETHER):
+            if at > int(first) and time.monotonic() > ends:
+                break
             drawn = texts(ask, table.run, PROMPT, SAMPLERS[name], guide, min(TOGETHER, begin + many - at), 3, at, 1)
             found.setdefault(key, []).append(np.searchsorted(ALLOWED, drawn))
         if near is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 
 import numpy as np
 
 from q27app.errors import OutOfMemory
 from q27app.kernels.card import Card
+from q27app.kernels.cuda_args import CopyWords
 from tests.kernels.immediate_device import ImmediateDevice
 
 CARDS = {
@@ -64,6 +66,8 @@ class CountingDevice(ImmediateDevice):
 
     def launch(self, function, grid, block, shared, args, dependent) -> None:
         self.num_launches += 1
+        if isinstance(args, CopyWords) and not args.is_ready:   # it is the host's memory that is written
+            (ctypes.c_int32 * args.words).from_address(args.target)[:] = [1] * args.words
 
     def synchronize(self) -> None:
         if self.fails is not None:

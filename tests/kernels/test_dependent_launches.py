@@ -27,17 +27,20 @@ class Names(dict):
 
 
 class NotingDevice(CountingDevice):
-    """Notes every launch: (kernel, dependent)."""
+    """Notes every launch: (kernel, dependent). puts: which of them copy to the arrays of a pass, an allocation of their own."""
 
     def __init__(self, card) -> None:
         super().__init__(card)
         self.launches: list[tuple[str, bool]] = []
+        self.puts: set[int] = set()
 
     def module(self, job):
         return Names()
 
     def launch(self, function, grid, block, shared, args, dependent) -> None:
         super().launch(function, grid, block, shared, args, dependent)
+        if function == "copy_words" and args.target in self.held:
+            self.puts.add(len(self.launches))
         self.launches.append((function, dependent))
 
 
@@ -126,11 +129,11 @@ def test_whoever_looks_early_comes_after_a_kernel_that_started_when_all_before_i
     run(device, path, monkeypatch, draft="auto", fixed_draft=True, max_draft=4)   # not by what draft steps cost here
     movers, seen = ("follow", "draft_next", "draft_turn", "take_drafts", "rope_angles"), set()
     has_moved = True
-    for name, dependent in device.launches:
-        if name in movers:
+    for index, (name, dependent) in enumerate(device.launches):
+        if name in movers or index in device.puts:
             has_moved = True
             seen.add(name)
         elif not dependent:
             has_moved = False
         assert not (has_moved and (name.startswith("attend_decode") or name in ("delta_step", "delta_fold"))), f"{name} may see old positions"
-    assert {"follow", "draft_turn", "take_drafts", "rope_angles"} <= seen
+    assert device.puts and {"follow", "draft_turn", "take_drafts", "rope_angles"} <= seen

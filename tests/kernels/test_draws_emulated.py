@@ -13,6 +13,7 @@ from q27app.kernels.reference_sample import sample_rows
 from q27app.weights.dtypes import F16, Q4_G64
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import has_compiler
+from tests.kernels.made import make_batch
 
 pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
@@ -57,6 +58,32 @@ def test_cuts_of_a_larger_vocabulary_equal_numpy(monkeypatch, device, changes):
     """More ids than a list holds; what a bound leaves out is never kept."""
     monkeypatch.setattr(cuda_checks, "NANO", cuda_checks.replace(cuda_checks.NANO, vocab_size=6000))
     test_sampling_equals_numpy(device, changes, 6000)
+
+
+@pytest.mark.parametrize("changes", [
+    {"temperature": np.zeros(6, np.float32)}, {"top_k": np.full(6, 40, np.int32), "top_p": np.full(6, 0.9, np.float32)}], ids=["greedy", "both"])
+def test_a_vocabulary_that_is_no_multiple_of_four_is_sampled_alike(monkeypatch, device, changes):
+    monkeypatch.setattr(cuda_checks, "NANO", cuda_checks.replace(cuda_checks.NANO, vocab_size=203))
+    test_sampling_equals_numpy(device, changes, 203)
+
+
+def test_accepted_rows_are_counted_for_every_sequence(device):
+    backend = CudaBackend(device)
+    state, starts = cuda_checks.open_state(backend, 256), np.array([0, 1, 4, 5, 21], np.int32)
+    for wrong in (None, 2, 6, 12, 20):
+        batch = make_batch("verify", [[7], [7, 1, 2], [7], [7, *range(1, 16)]], [0, 0, 0, 0], [0, 0, 0, 0], [[0]] * 4, None, True)
+        drawn = np.roll(batch.tokens, -1)
+        if wrong is not None:
+            drawn[wrong - 1] = 99
+        backend.begin(batch, state)
+        sampler = backend._sampler
+        sampler._rows = len(drawn)
+        device.upload(sampler.tokens, drawn.astype(np.int32))
+        backend.accept()
+        found = device.download(sampler.accepted, 16).view(np.int32).tolist()
+        wanted = [next((row - first for row in range(first + 1, end) if drawn[row - 1] != batch.tokens[row]), end - first)
+                  for first, end in zip(starts, starts[1:])]
+        assert found == wanted and (wrong is None) == (found == [1, 3, 1, 16]), (wrong, found, wanted)
 
 
 def test_checksums_are_those_of_the_memory_and_see_a_changed_bit(device):

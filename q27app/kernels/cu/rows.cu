@@ -57,6 +57,26 @@ __device__ __forceinline__ void copy_row(float* target, const float* source, int
   }
 }
 
+struct CopyWords {
+  const uint32_t* source;
+  uint32_t* target;
+  int words;
+  int is_ready;                   // the source was written before this was launched
+};
+
+// grid (words / 256): few words between page-locked memory of the host, which the card reads and writes in place, and the card's own. A
+// copy by the copy engine keeps the kernels around it apart, for ten microseconds and more.
+extern "C" __global__ void __launch_bounds__(THREADS) copy_words(const __grid_constant__ CopyWords p) {
+  allow_next();
+  const int at = blockIdx.x * THREADS + threadIdx.x;
+  const volatile uint32_t* source = p.source;
+  uint32_t word = p.is_ready && at < p.words ? source[at] : 0;
+  wait_for_earlier();
+  if (at >= p.words) return;
+  if (!p.is_ready) word = source[at];
+  p.target[at] = word;
+}
+
 struct Hidden {
   const float* final_rows;        // [rows, width]
   float* out;                     // [rows, width]
