@@ -231,19 +231,23 @@ LINKS = ("in", "at", "for", "on", "to", "from", "with", "into", "by", "of", "and
 
 
 def spoken(rng: random.Random, given: list[tuple[Param, Any]], has_key: bool = False) -> str:
-    """The values in the order of the parameters, between words that mean nothing, some next to a word of their parameter; at least
-    one if has_key."""
+    """The values in the order of the parameters, between words that mean nothing, some or all next to a word of their parameter; at
+    least one if has_key."""
     found, is_marked, keyed = [], rng.random() < 0.95, rng.randrange(len(given)) if has_key and given else -1
+    share = rng.choice((0.2, 0.2, 0.35, 1.0))
     for index, (param, value) in enumerate(given):
         text = said(rng, param, value, is_marked)
-        if isinstance(value, bool) or rng.random() < 0.35 or index == keyed:
+        if isinstance(value, bool) or rng.random() < share or index == keyed:
             key = param.name.replace("_", " ")
             text = rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}", f"the {key} {text}"))
         link = rng.choice(LINKS) if rng.random() < 0.7 else any_word(rng) if rng.random() < 0.6 else ""
         if index or rng.random() < 0.5:
             text = f"{link} {text}".strip()
         found.append(text)
-    return rng.choice((" ", " ", " ", ", ", ": ")).join(found)
+    told = rng.choice((" ", " ", " ", ", ", ": ")).join(found)
+    if share == 1.0 and rng.random() < 0.5:  # words of the kind that values are, but next to no parameter's name
+        told = f"{rng.choice(('the ', 'a ', '', any_word(rng) + ' '))}{any_word(rng)} {rng.choice(LINKS)} {told}"
+    return told
 
 
 CALL = ("use", "call", "run", "execute", "apply", "try", "start", "take", "employ", "do", "launch", "perform", "make a call to", "go with")
@@ -253,7 +257,7 @@ TAILS = (".", ".", "", "?", "!", " please.", ", please.", " now.", " for me.", "
 DETERMINERS = ("the", "the", "a", "my", "this", "our", "some", "one", "that", "every", "")
 
 
-KEYED_SHARE = 0.34
+KEYED_SHARE = 0.26
 """Of the requests among several tools: those that only a parameter's name tells."""
 
 
@@ -289,7 +293,7 @@ def _request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]
     sure = [index for index, (param, _) in enumerate(given) if param.name not in shared]
     if kind < (0.18 if is_alone else KEYED_SHARE) and sure:
         counted = [index for index in sure if given[index][0].kind == "integer"]
-        text = lead + _keyed(rng, given, rng.choice(counted if counted and rng.random() < 0.6 else sure)) + tail
+        text = lead + _keyed(rng, given, rng.choice(counted if counted and rng.random() < 0.4 else sure)) + tail
     elif kind < 0.72:
         what = named if rng.random() < 0.35 else worded if rng.random() < 0.85 else rng.choice((noun, verb, _described(rng, tool), words(rng, 2, 5)))
         told = pairs(rng, given) if given else ""
@@ -325,7 +329,7 @@ def _keyed(rng: random.Random, given: list[tuple[Param, Any]], sure: int) -> str
         text, key = said(rng, param, value, True), param.name.replace("_", " ")
         is_typical = value in TYPICAL.get(param.name, ())
         if index == sure and not (is_typical and rng.random() < 0.6) or isinstance(value, bool) or rng.random() < 0.15:
-            text = f"{text} {key}" if param.kind == "integer" and rng.random() < 0.6 \
+            text = f"{text} {key}" if param.kind == "integer" and rng.random() < 0.4 \
                 else rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}"))
         told.append(text)
     first, rest = told[0], rng.choice((", ", ", ", " on ", " and ", f" {rng.choice(LINKS)} ", " ")).join(told[1:])
