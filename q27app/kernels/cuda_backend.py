@@ -47,15 +47,13 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
     """Defines of the sources that know the heads, by source."""
     attend = {"HEAD_DIM": geometry.head_dim, "NUM_HEADS": geometry.num_heads, "NUM_KV_HEADS": geometry.num_kv_heads,
               "ROTARY_DIM": geometry.rotary_dim, "KV_FORMAT": find_format(kv_format).kernel_code or 0}
-    wide = geometry.delta_head_dim >= 128
     delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
              "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width}
     prefill = attend | {"WARPGROUPS": int(card.has_warpgroups)}
     by_warpgroups = decode_by_warpgroups(card, find_format(kv_format), geometry.head_dim, geometry.num_heads // geometry.num_kv_heads)
     decode = attend | card.attend_defines() | {"WARPGROUPS": int(by_warpgroups)}
     return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill,
-            "delta_step": delta | {"SLICES": 4 if wide else 1, "LANE_COLUMNS": 1},
-            "delta_chunk": delta}
+            "delta_step": delta, "delta_chunk": delta}
 
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from q27app.errors import Q27Error
@@ -19,6 +21,8 @@ CHUNK = 16
 """Positions of a block of delta_chunk."""
 INPUT_ROWS = 8
 """Rows of a block of delta_inputs."""
+MANY_SEQS = 3
+"""From so many sequences of one row on small blocks take them, of which more are on their way at a time."""
 
 
 def chunk_launch(dim: int) -> tuple[int, int, int]:
@@ -28,10 +32,29 @@ def chunk_launch(dim: int) -> tuple[int, int, int]:
     return dim // columns, 32 * warps + 32, (2 * CHUNK * row + warps * 12 * 32) * 4
 
 
-def delta_threads(defines: dict[str, int]) -> int:
-    """Threads of a block of delta_step (BLOCK_THREADS)."""
-    dim, columns = defines["DELTA_DIM"], defines["DELTA_DIM"] // defines["SLICES"]
-    return max(columns // defines["LANE_COLUMNS"] * (dim // 16), -(-(2 * dim + columns) // 32) * 32)
+@dataclass(frozen=True)
+class DeltaForm:
+    """How a head is shared out (Form in delta_step.cu): value dims of a block, columns of a lane, whether for several rows of a sequence."""
+
+    columns: int
+    num: int
+    is_wide: bool = False
+
+    def slices(self, dim: int) -> int:
+        """Blocks of a head."""
+        return dim // self.columns
+
+    def threads(self, dim: int) -> int:
+        """Threads of a block."""
+        own = self.columns // self.num * (dim // 16)
+        return max(own, -(-(2 * dim + self.columns) // 32) * 32) if self.is_wide else own
+
+
+def delta_forms(dim: int) -> dict[str, DeltaForm]:
+    """By kernel. dim: of a head."""
+    half = min(64, dim)
+    return {"delta_step": DeltaForm(half, 2, True), "delta_one": DeltaForm(half, 1), "delta_many": DeltaForm(32, 2),
+            "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
 
 
 class Mixers:
@@ -71,9 +94,10 @@ class Mixers:
             if batch.num_rows > state.max_record_rows:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
-        defines = backend.defines["delta_step"]
-        grid = (heads * defines["SLICES"], batch.num_seqs)
-        backend.launch("delta_step", "delta_step", grid, delta_threads(defines), 0, args)
+        dim = geometry.delta_head_dim
+        kernel = "delta_step" if batch.num_rows > batch.num_seqs else "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
+        form = delta_forms(dim)[kernel]
+        backend.launch("delta_step", kernel, (heads * form.slices(dim), batch.num_seqs), form.threads(dim), 0, args)
         if not batch.deferred and batch.num_rows > batch.num_seqs:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
         self._gated[o.address] = args
@@ -114,8 +138,7 @@ class Mixers:
         args = self._delta_args(batch, area)
         args.y, args.y_stride, args.record_stride = state.record, state.record_row, state.max_record_rows * state.record_row
         args.accepted = accepted
-        defines = backend.defines["delta_step"]
-        dim = defines["DELTA_DIM"]
-        threads = dim // defines["SLICES"] // defines["LANE_COLUMNS"] * (dim // 16)
-        blocks = geometry.delta_value_heads * defines["SLICES"] + -(-state.channels // threads)
-        backend.launch("delta_step", "delta_fold", (blocks, batch.num_seqs, state.num_delta_layers), threads, 0, args)
+        dim = geometry.delta_head_dim
+        form = delta_forms(dim)["delta_fold"]
+        blocks = geometry.delta_value_heads * form.slices(dim) + -(-state.channels // form.threads(dim))
+        backend.launch("delta_step", "delta_fold", (blocks, batch.num_seqs, state.num_delta_layers), form.threads(dim), 0, args)

@@ -177,6 +177,7 @@ def delta(device: CudaDevice) -> None:
         def check(sharp=sharp):
             bench = delta_checks.DeltaBench(device, config_27b(), sharp)
             errors = delta_checks.check_delta(bench, 300), delta_checks.check_steps(bench, 48, (1, 2, 3, 5, 8, 12, 16))
+            delta_checks.check_company(bench, 3, ((1,) * 2, (1,) * 3, (1,) * 16, (1, 4, 2, 16, 3, 1)))
             return limited(max(errors), delta_checks.TOLERANCE) + f" (prefill {errors[0]:.1e}, steps {errors[1]:.1e})"
         attempt(f"delta rule{', sharp' if sharp else ''}", check)
 

@@ -67,6 +67,24 @@ class DeltaBench:
             found.append(self.backend.download(out))
         return np.concatenate(found)
 
+    def beside(self, y: np.ndarray, counts: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As many sequences, each rows y from its own first row on, counts[i] rows a pass of sequence i, all in the same passes.
+        Returns rows and slot of each."""
+        state, passes = self.backend.allocate_state(self.config, 1, 1, "fp16", len(counts), 8, 16), len(y) // max(counts)
+        found = [[] for _ in counts]
+        for step in range(passes):
+            starts = [step * count for count in counts]
+            rows = np.concatenate([y[at:at + count] for at, count in zip(starts, counts, strict=True)])
+            self.backend.device.upload(self.y.address, rows)
+            seqs = range(len(counts))
+            self.backend.begin(make_batch("decode", [[0] * count for count in counts], starts, list(seqs), [list(range(8)) for _ in seqs]), state)
+            out = self.out.rows(len(rows))
+            self.backend.delta(self.y.rows(len(rows)), self.layer, out)
+            self.backend._mixers.finish_gated(out)
+            for own, part in zip(found, np.split(self.backend.download(out), np.cumsum(counts)[:-1]), strict=True):
+                own.append(part)
+        return [(np.concatenate(own), state.export_slot(seq)) for seq, own in enumerate(found)]
+
     def slot_after(self, y: np.ndarray, drafted: int, accepted: int) -> np.ndarray:
         """The slot after rows y: decoded one by one, or, with drafted rows, after `accepted` of the last `drafted` in a deferred pass."""
         state, backend, ahead = self.backend.allocate_state(self.config, 1, 1, "fp16", 1, 8, 16), self.backend, len(y) - drafted
@@ -105,6 +123,18 @@ def check_steps(bench: DeltaBench, count: int, sizes: tuple[int, ...]) -> float:
         if not np.array_equal(other, found[0]):
             raise AssertionError(f"bits changed in passes of {size} rows")
     return relative_error(found[0], bench.expected(y))
+
+
+def check_company(bench: DeltaBench, passes: int, companies: tuple[tuple[int, ...], ...]) -> None:
+    """Sequences that take so many rows a pass beside each other: rows and slots have the bits of a sequence alone, row by row."""
+    for counts in companies:
+        y = bench.rows(passes * max(counts))
+        for seq, (rows, slot) in enumerate(bench.beside(y, counts)):
+            (alone, alone_slot), = bench.beside(y[:len(rows)], (1,))
+            if not np.array_equal(rows, alone):
+                raise AssertionError(f"sequence {seq} among {counts} rows has other bits than alone")
+            if not np.array_equal(slot, alone_slot):
+                raise AssertionError(f"sequence {seq} among {counts} rows left another state than alone")
 
 
 def check_fold(bench: DeltaBench, before: int, drafted: int) -> None:

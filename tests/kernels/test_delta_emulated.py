@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.kernels import cuda_checks
-from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_delta, check_fold, check_steps
+from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_company, check_delta, check_fold, check_steps
 from tests.kernels.emulation.emulated_device import EmulatedDevice, has_compiler
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
@@ -29,6 +29,16 @@ def test_decode_rows_equal_the_reference_in_every_pass(dim):
     device = EmulatedDevice()
     bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
     assert check_steps(bench, 17, (1, 3, 16)) < TOLERANCE
+    device.check_guards()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [128, 64, 32])
+def test_sequences_beside_each_other_keep_the_bits_of_each_alone(dim):
+    """As many as take each way to share out the heads, and some with more rows than others."""
+    device = EmulatedDevice()
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
+    check_company(bench, 3, ((1, 1), (1, 1, 1), (1,) * 5, (2, 1), (1, 3, 2)))
     device.check_guards()
 
 
