@@ -23,16 +23,32 @@ class Segment(ctypes.Structure):
     _fields_ = _fields(i="first_tile num_tiles first_row num_rows kind tile_bytes", l="offset")
 
 
+class Ready(ctypes.Structure):
+    """Rows that are left ready for the next stage (ready.cuh)."""
+
+    _fields_ = _fields(p="records", i="units", f="scale unscale")
+
+
+class ReadyFloats(ctypes.Structure):
+    _fields_ = [("ready", Ready), *_fields(p="out", i="cols")]
+
+
+class PairSizes(ctypes.Structure):
+    _fields_ = _fields(p="weights norm out", i="kind rows cols tile_bytes wrap")
+
+
 class Rows(ctypes.Structure):
     """Activation rows (staging.cuh)."""
 
-    _fields_ = _fields(p="x norm gate row_map halves starts inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps")
+    _fields_ = [*_fields(p="x norm gate row_map halves starts inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps"),
+                ("ready", Ready)]
 
 
 class LinearRows(ctypes.Structure):
     _fields_ = [
         *_fields(p="weights out border"),
         ("rows_in", Rows),
+        ("ready", Ready),
         ("segments", Segment * MAX_SEGMENTS),
         *((name, ctypes.c_int * MAX_SEGMENTS) for name in ("first_step", "first_group", "group_steps", "per_group")),
         *_fields(i="rows out_stride out_rows total whole share extra per_block per_row rounds places"),

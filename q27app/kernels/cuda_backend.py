@@ -24,6 +24,7 @@ from q27app.kernels.cuda_attention import ITEM_ROWS, Attention, decode_by_warpgr
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
+from q27app.kernels.cuda_ready import ready_bytes
 from q27app.kernels.cuda_sampling import Sampler, sampler_sizes
 from q27app.kernels.cuda_scratch import Scratch
 from q27app.kernels.cuda_state import CudaState, record_row
@@ -81,6 +82,7 @@ class CudaBackend:
         self._linear, self._mixers, self._attention = LinearStages(self), Mixers(self), Attention(self)
         self._max_rows, self._max_logit_rows = SMALL_ROWS, SAMPLED_ROWS
         self._halves_width = self._wide_width = 64
+        self._paired_width = 0
         self._states: list[CudaState] = []
         self._areas: list[BatchArea] = []
         """Of drafts, which run behind passes that are still to be committed; of few rows; of many."""
@@ -123,6 +125,7 @@ class CudaBackend:
 
     def download(self, buffer: CudaBuffer) -> np.ndarray:
         self._mixers.finish_gated(buffer)
+        self._linear.ready.finish(buffer)
         return self.device.download(buffer.address, buffer.nbytes).view(buffer.dtype).reshape(buffer.shape)
 
     def load(self, tensors: "Sequence[Tensor]", in_host: bool = False) -> CudaWeight | CudaVector:
@@ -147,7 +150,9 @@ class CudaBackend:
     def reserve_for(self, weight: CudaWeight) -> None:
         """Remember what scratch a weight needs."""
         self._halves_width = max(self._halves_width, weight.activation_units * 64)
-        if not weight.paired and len(weight.segments) == 2:
+        if weight.paired:
+            self._paired_width = max(self._paired_width, weight.shape[0] // 2)
+        elif len(weight.segments) == 2:
             self._wide_width = max(self._wide_width, weight.shape[0])
 
     def allocate_state(self, geometry: LayerGeometry, num_delta_layers: int, num_kv_layers: int, kv_format: str, num_slots: int,
@@ -189,7 +194,7 @@ class CudaBackend:
         return Scratch(
             arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
             halves_width=self._halves_width,
-            wide_width=max(self._wide_width, 2 * geometry.hidden_size),
+            wide_width=max(self._wide_width, 2 * geometry.hidden_size), ready_bytes=ready_bytes(self._max_rows, self._paired_width),
         )
 
     def _arena_bytes(self, geometry: LayerGeometry, num_blocks: int) -> int:
@@ -214,6 +219,7 @@ class CudaBackend:
         self._areas = [BatchArea(self.device, rows, MAX_SEQS, stride, self.send) for rows in self._area_rows()]
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
+        self._linear.ready.forget()
 
     def launch(self, source: str, name: str, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool = True) -> None:

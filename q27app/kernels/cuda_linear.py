@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
+from q27app.kernels.cuda_ready import ReadyRows, part_of
 from q27app.kernels.cuda_weights import (
     KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
     rows_shared_bytes,
@@ -57,11 +58,16 @@ def _share_out(args: cuda_args.LinearRows, weight: CudaWeight) -> None:
     args.per_block, args.per_row, args.rounds, args.places = _reciprocal(shares.blocks), _reciprocal(args.rows), shares.rounds, shares.places
 
 
+def _parts(rows: int) -> list[tuple[int, int]]:
+    """(first row, rows) of each launch of the row family."""
+    return [(start, min(MOST_ROWS, rows - start)) for start in range(0, rows, MOST_ROWS)]
+
+
 class LinearStages:
     """project, add_linear, gate_up, head, mtp_input of a backend; owns no memory."""
 
     def __init__(self, backend) -> None:
-        self._backend = backend
+        self._backend, self.ready = backend, ReadyRows(backend)
 
     def project(self, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
         _check(weight, x.shape[1], y.shape[1], False, "project")
@@ -72,12 +78,20 @@ class LinearStages:
     def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, gated: Gated | None = None) -> None:
         """gated: h is what the delta rule gave, its gated norm is still to be applied."""
         _check(weight, h.shape[1], x.shape[1], False, "add_linear")
+        if self._backend.is_prefill:
+            self.ready.finish(h)
+        ready = self.ready.of(h)
+        if ready is not None:
+            for start, rows in _parts(x.shape[0]):
+                self._ready_rows(weight, part_of(ready, start), x, start, rows)
+            return
         self._run("add", None, weight, h, x, x.shape[0], gated=gated)
 
     def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
         _check(weight, x.shape[1], 2 * h.shape[1], weight.paired, "gate_up")
+        ready = self.ready.leave(norm, weight, h)
         if weight.paired:
-            self._run("gate_up", norm, weight, x, h, x.shape[0])
+            self._run("gate_up", norm, weight, x, h, x.shape[0], ready=ready)
             return
         both = self._backend.scratch.wide(x.shape[0], 2 * h.shape[1])
         self._run("store", norm, weight, x, both, x.shape[0])
@@ -90,15 +104,16 @@ class LinearStages:
         self._run("store", None, weight, final, logits, count, logit_rows)
 
     def _run(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
-             row_map: int = 0, gated: Gated | None = None) -> None:
+             row_map: int = 0, gated: Gated | None = None, ready: cuda_args.Ready | None = None) -> None:
         if self._backend.is_prefill:
             self._tiles({"store": "plain"}.get(stage, stage), norm, weight, x, out, rows, row_map, out.shape[1])
             return
-        for start in range(0, rows, MOST_ROWS):
-            self._rows(stage, norm, weight, x, out, start, min(MOST_ROWS, rows - start), row_map, gated)
+        for start, count in _parts(rows):
+            self._rows(stage, norm, weight, x, out, start, count, row_map, gated, ready)
 
     def _rows(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, start: int,
-              rows: int, row_map: int, gated: Gated | None) -> None:
+              rows: int, row_map: int, gated: Gated | None, ready: cuda_args.Ready | None) -> None:
+        """ready: where gate_up leaves what comes out, in place of `out`."""
         backend, card = self._backend, self._backend.device.card
         source = "gated" if gated else "norm" if norm else "plain"
         rows_in = cuda_args.Rows()
@@ -113,14 +128,26 @@ class LinearStages:
             rows_in.halves, rows_in.starts, rows_in.inverse = backend.scratch.staged
             backend.launch("linear_rows", f"stage_{source}", (rows,), 512, 0, rows_in)
             source = "wide" if rows > 8 else "halves"
+        args = cuda_args.LinearRows(rows_in=rows_in)
+        if ready is not None:
+            args.ready = part_of(ready, start)
+        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places)
+        self._launch_rows(f"{source}_{stage}", args, weight, out, start, rows, shared)
+
+    def _ready_rows(self, weight: CudaWeight, ready: cuda_args.Ready, x: CudaBuffer, start: int, rows: int) -> None:
+        """add_linear of rows that gate_up left ready; ready: from row `start` on."""
         args = cuda_args.LinearRows()
-        args.weights, args.rows_in = weight.address, rows_in
-        args.out, args.border = out.row(start), backend.scratch.border
+        args.rows_in.cols, args.rows_in.units, args.rows_in.wrap, args.rows_in.ready = weight.shape[1], weight.units, weight.wrap, ready
+        shared = rows_shared_bytes(rows, 0, False, weight.shares.places, rows <= FUSED_ROWS)
+        source = "few" if rows <= FUSED_ROWS else "halves" if rows <= 8 else "wide"
+        self._launch_rows(f"ready_{source}_add", args, weight, x, start, rows, shared)
+
+    def _launch_rows(self, name: str, args: cuda_args.LinearRows, weight: CudaWeight, out: CudaBuffer, start: int, rows: int, shared: int) -> None:
+        args.weights, args.out, args.border = weight.address, out.row(start), self._backend.scratch.border
         args.segments = weight.segment_args()
         args.rows, args.out_stride, args.out_rows = rows, out.shape[1], out.shape[1]
         _share_out(args, weight)
-        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places)
-        backend.launch("linear_rows", f"linear_rows_{source}_{stage}", (weight.shares.blocks,), 512, shared, args)
+        self._backend.launch("linear_rows", f"linear_rows_{name}", (weight.shares.blocks,), 512, shared, args)
 
     def _tiles(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
                row_map: int, out_rows: int, is_remainder: bool = False) -> None:

@@ -17,9 +17,10 @@ PAIRS = 32
 
 
 class Scratch:
-    """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row."""
+    """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row;
+    ready_bytes: of rows that gate_up leaves ready (cuda_ready.py)."""
 
-    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, halves_width: int, wide_width: int) -> None:
+    def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, halves_width: int, wide_width: int, ready_bytes: int) -> None:
         self.max_rows, self._halves_width = max_rows, halves_width
         heads, dim = geometry.num_heads, geometry.head_dim
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
@@ -38,7 +39,7 @@ class Scratch:
         self.staged = (self._halves, arena.take(32 * halves_width // 64 * 4), arena.take(16 * 4))
         """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], starts [units, rows, 2], 1 / scale [rows]."""
         shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
-                     max_rows * wide_width * 4,
+                     max_rows * wide_width * 4, ready_bytes,
                      MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4 if card.has_warpgroups else 0)
         self._shared, self._shared_bytes = arena.take(shared), shared
 
@@ -65,6 +66,11 @@ class Scratch:
 
     def holds(self, nbytes: int) -> bool:
         return nbytes <= self._shared_bytes
+
+    def ready(self, nbytes: int) -> int:
+        """Room for rows that are left ready, from gate_up to the stage after it."""
+        assert nbytes <= self._shared_bytes, (nbytes, self._shared_bytes)
+        return self._shared
 
     def split_sums(self, nbytes: int) -> int:
         """Room for the sums of K splits that run side by side."""

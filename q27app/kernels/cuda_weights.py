@@ -187,9 +187,10 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaW
     return replace(weight, nbytes=0, segments=segments, shares=shares)
 
 
-def rows_shared_bytes(rows: int, units: int, fused: bool, places: int) -> int:
-    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones."""
-    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused else 8) * 20 * 4
+def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, few: bool = False) -> int:
+    """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones; fused: rows that every block converts;
+    few: two rows at most that were left ready."""
+    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused or few else 8) * 20 * 4
     fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4
     return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
 

@@ -129,7 +129,8 @@ def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, 
     the stages of a layer share, sums of attention's cuts, the sampler's work and the rows that wait for a commit. A few
     percent too much rather than too little."""
     halves = 2 * max(config.intermediate_size, 2 * config.hidden_size, config.attention_width, config.delta_width)
-    shared = 4 * max(2 * config.hidden_size, config.delta_project_width, config.attention_width)
+    ready = -(-config.intermediate_size // 256) * 576   # cuda_ready.ready_bytes of a row
+    shared = max(4 * max(2 * config.hidden_size, config.delta_project_width, config.attention_width), ready)
     cuts = 4 * MAX_DECODE_ROWS * MAX_CUTS * config.num_heads * (config.head_dim + 2)
     sampler = (4 * max_logit_rows + max_logit_rows // 8) * config.vocab_size
     record = 4 * config.num_delta_layers * max_record_rows * config.delta_project_width

@@ -18,7 +18,7 @@ import numpy as np
 
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
-from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
+from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.gpu import big, parity, whole
 from tests.kernels import cuda_checks, delta_checks
 from tests.kernels.made import make_batch
@@ -82,6 +82,15 @@ def stages(device: CudaDevice) -> None:
             tiles = cuda_checks.check_linear(backend, state, stage, "prefill", PREFILL)
             return limited(max(rows, tiles), 5e-4)
         attempt(f"stage {mix}, 640 columns", small)
+    for name, kinds in {"q4": (Q4_G64, Q4_G64), "f16 and q8": (F16, Q8_G128), "f32": (F32, F32)}.items():
+        def both(kinds=kinds):
+            backend = CudaBackend(device)
+            backend.empty((512, 640), "float32", "x")
+            stage = cuda_checks.Both(backend, 640, 1920, *kinds, down=320)
+            error = cuda_checks.check_both(stage, cuda_checks.open_state(backend, 640), (*ROWS, 33))
+            assert stage.is_ready, "the products were not left ready"
+            return limited(error, 7e-4)
+        attempt(f"gate up, then down: {name}", both)
     for name, (spec, cols) in BIG_STAGES.items():
         if name not in wanted:
             continue

@@ -27,6 +27,8 @@ from tests.kernels.made import DEMO, Lines, MadeContainer, dense_tensors, make_b
 
 TENSOR_CORE_TOLERANCE = 5e-4
 """fp16 activations: 2^-12 relative at most, about 2e-4 rms a product."""
+TWO_STAGES_TOLERANCE = 7e-4
+"""Of one stage behind another."""
 
 NANO = replace(DEMO, hidden_size=128, intermediate_size=192, vocab_size=200)
 MIXES: dict[str, list[tuple[int, DType]]] = {
@@ -124,6 +126,54 @@ def check_linear(backend: CudaBackend, state, stage: Stage, phase: str, counts: 
         worst = max(worst, error)
         bits = found[-1] if bits is None else bits
         assert np.array_equal(bits, found[-1]), f"{phase}: a row's bits changed with {rows} rows"
+    return worst
+
+
+class Both:
+    """A gate and an up [width, cols] each, and what comes behind them [down, width], on a backend. peak: what a row of the gate is
+    larger than the others."""
+
+    def __init__(self, backend: CudaBackend, cols: int, width: int, dtype: DType, last: DType, peak: float = 1.0, down: int = 72) -> None:
+        random = np.random.default_rng(4)
+        self.backend, self.cols = backend, cols
+        norm = (1 + 0.2 * random.standard_normal(cols)).astype(np.float32)
+        parts = [made_tensor(random, name, width, cols, dtype).values() for name in ("gate", "up")]
+        parts[0][5] *= peak
+        tensors = [stored(name, part, dtype) for name, part in zip(("gate", "up"), parts)]
+        last_matrix = made_tensor(random, "down", down, width, last)
+        self.values = norm, np.concatenate([tensor.values() for tensor in tensors]), last_matrix.values()
+        self.norm, self.pair, self.down = backend.load([stored("norm", norm, F32)]), backend.load(tensors), backend.load([last_matrix])
+        self.h = backend.empty((48, width), "float32", "h")
+
+    @property
+    def is_ready(self) -> bool:
+        """The products of the last pass are left as the next stage reads them."""
+        return self.backend._linear.ready.of(self.h) is not None
+
+    def run(self, state, x: np.ndarray, phase: str = "decode", looks: bool = False) -> tuple[np.ndarray, float]:
+        """(what is added, error of it, or with `looks` of the products, which are downloaded in between). Rows with a peak are left
+        out of it: all of them is one rounded number, its error squared in the products."""
+        backend, rows, (norm, pair, down) = self.backend, len(x), self.values
+        lengths = [rows] if phase == "prefill" else [16] * (rows // 16) + ([rows % 16] if rows % 16 else [])
+        backend.begin(make_batch(phase, [[0] * n for n in lengths], [0] * len(lengths), [0] * len(lengths), [[0]] * len(lengths)), state)
+        h, plain, expected = self.h.rows(rows), np.abs(x).max(axis=1) < 1e5, reference.gate_up(norm, pair, x, 1e-6)
+        backend.gate_up(self.norm, self.pair, backend.upload(x), h)
+        products = backend.download(h) if looks else None
+        out = backend.upload(np.zeros((rows, len(down)), np.float32))
+        backend.add_linear(self.down, h, out)
+        found = backend.download(out)
+        return found, relative_error(products[plain], expected[plain]) if looks else relative_error(found[plain], expected[plain] @ down.T)
+
+
+def check_both(both: Both, state, counts: tuple[int, ...]) -> float:
+    """Both stages with every row count against NumPy, and the same row's bits in all of them."""
+    random = np.random.default_rng(7)
+    last, bits, worst = random.standard_normal(both.cols).astype(np.float32), None, 0.0
+    for rows in counts:
+        found, error = both.run(state, rows_with_peaks(random, rows, both.cols, last))
+        assert np.isfinite(found).all(), f"{rows} rows: not finite"
+        worst, bits = max(worst, error), found[-1] if bits is None else bits
+        assert np.array_equal(bits, found[-1]), f"a row's bits changed with {rows} rows"
     return worst
 
 

@@ -33,7 +33,7 @@ ROWS_SPILL_BYTES = 160
 """In the row family for more than 2 rows: mostly what a block and a warp take, held from before the loop over units until after
 it, and only with more than 8 rows; most on 8.0."""
 
-ROWS = ("linear_rows_halves", "linear_rows_wide")
+ROWS = ("linear_rows_halves", "linear_rows_wide", "linear_rows_ready")
 HOT = ("linear_tiles", "delta_", "attend_decode_", "attend_merge")
 
 

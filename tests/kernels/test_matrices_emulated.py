@@ -7,6 +7,7 @@ import pytest
 
 from q27app.kernels import reference
 from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.cuda_ready import fixed_scale
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
 from tests.kernels.made import make_batch, relative_error
@@ -44,14 +45,20 @@ def test_a_prompt_meets_f16_matrices_without_its_rounding(card):
     device.check_guards()
 
 
-def rounded_gate_up(stage: cuda_checks.Stage, x: np.ndarray, rounds_weights: bool) -> np.ndarray:
-    """gate_up in float64, but for activations (and weights) in fp16, each row scaled so that its largest number is 2^14."""
+def rounded_gate_up(stage: cuda_checks.Stage, x: np.ndarray, is_prefill: bool) -> np.ndarray:
+    """gate_up in float64, but for activations in fp16, each row scaled so that its largest number is 2^14. Prefill has the weights in
+    fp16 too, the row family the products, those of every second four columns a sixteenth of the others."""
     rows = x.astype(np.float64)
     rows *= stage.norm_values / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-6)
     scale = 16384 / np.abs(rows).max(1, keepdims=True)
-    values = stage.values.astype(np.float16) if rounds_weights else stage.values
+    values = stage.values.astype(np.float16) if is_prefill else stage.values
     gate, up = np.split((rows * scale).astype(np.float16).astype(np.float64) / scale @ values.astype(np.float64).T, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
+    products = gate / (1 + np.exp(-gate)) * up
+    if is_prefill:
+        return products
+    sizes = np.linalg.norm((stage.values * stage.norm_values).astype(np.float64).reshape(2, -1, stage.cols), axis=2).prod(axis=0)
+    scales = fixed_scale(sizes, stage.cols) / np.where(np.arange(products.shape[1]) & 4, 16, 1)
+    return (products * scales).astype(np.float16) / scales
 
 
 @pytest.mark.parametrize("phase, rows", [("decode", 12), ("prefill", 1), ("prefill", 17)])

@@ -14,15 +14,16 @@
 // the loads of a half have a scoreboard of their own, so that its products wait for them alone. The first of them are issued
 // before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
-// One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before.
+// One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before. The
+// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
 #include "row_shares.cuh"
 
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
-template <int SOURCE_, int EPILOGUE_, int NB_> struct Shape {
-  static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_;
-  static constexpr bool FUSED = SOURCE != HALVES;
-  static constexpr int COLUMNS = FUSED ? 2 : 8, TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
+template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
+  static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_, COLUMNS = COLUMNS_;   // COLUMNS: rows of 8 whose sums are kept
+  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2;
+  static constexpr int TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
   static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
 
@@ -88,7 +89,7 @@ template <int KIND> __device__ __forceinline__ void fetch(Flight& flight, const 
 }
 
 // Activations of a unit.
-template <class S> __device__ __forceinline__ void activations(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int unit, int j, int lane,
+template <class S> __device__ __forceinline__ void activations(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int mine, int unit, int j, int lane,
                                                                uint32_t (&b)[S::NB][8], float4 (&start)[S::NB]) {
 #pragma unroll
   for (int nb = 0; nb < S::NB; ++nb) {
@@ -96,6 +97,12 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
     if constexpr (S::FUSED) {
       low = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS), high = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS + 8);
       start[nb] = m.starts[unit + j];
+    } else if constexpr (S::SOURCE == READY) {
+      const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.ready.records) + unit * (READY_BYTES / 16) + (j * (READY_BYTES / 16) + nb * 64) + mine;
+      low = from[0], high = from[32];
+      float sums[4];   // -2^-17 times a sixteenth of the sum: Q4's start
+      mma_f16_short(sums, 0x80808080u, 0x80808080u, reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + mine]);
+      start[nb] = make_float4(sums[0], sums[1], sums[2], sums[3]);
     } else {
       const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.halves) + unit * (S::NB * 64) + (j * S::NB + nb) * 64 + lane;
       low = from[0], high = from[32];
@@ -107,13 +114,13 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
 }
 
 // The products of half a step.
-template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int unit, const Flight& flight, int half, int lane,
+template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int mine, int unit, const Flight& flight, int half, int lane,
                                                                            float (&acc)[GROUP_TILES][S::NB][4]) {
 #pragma unroll
   for (int j = 0; j < Step<KIND>::HALF; ++j) {
     uint32_t b[S::NB][8];
     float4 start[S::NB];
-    activations<S>(p, m, row, unit, KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j, lane, b, start);
+    activations<S>(p, m, row, mine, unit, KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j, lane, b, start);
     if constexpr (KIND == KIND_F16) {
       multiply_words<KIND, S::NB>(flight.words[half], 0u, b, start, acc[half]);
     } else {
@@ -135,7 +142,7 @@ template <class S> __device__ __forceinline__ void leave(float* sums, float (&ac
     for (int nb = 0; nb < S::NB; ++nb) {
       float(&c)[4] = acc[t][nb];
       float* target = base + (t * S::NB + nb) * S::TILE_SUMS;
-      if (!S::FUSED || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
+      if (!S::FEW || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
       c[0] = c[1] = c[2] = c[3] = 0.0f;
     }
 }
@@ -148,6 +155,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
   const int group_steps = p.group_steps[way.segment], staged = staged_units(p.rows_in), num_tiles = p.segments[way.segment].num_tiles, tile_bytes = p.segments[way.segment].tile_bytes;
   const int groups = (num_tiles + GROUP_TILES - 1) / GROUP_TILES;
   const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + (lane & 3) * 16;
+  const int mine = S::FEW ? min(lane >> 2, p.rows - 1) * 4 + (lane & 3) : lane;
   bool more;
 #pragma unroll 1
   do {
@@ -160,7 +168,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
     more = way.left > 0 && way.group < groups;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      multiply_half<KIND, S>(p, m, row, unit, flight, half, lane, acc);
+      multiply_half<KIND, S>(p, m, row, mine, unit, flight, half, lane, acc);
       fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
     if (crosses || way.left == 0) {
@@ -174,6 +182,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
 
 template <class S> __device__ __forceinline__ float inverse_of(const LinearRows& p, const Memory<S>& m, int row) {
   if constexpr (S::FUSED) return m.inverse[row];
+  else if constexpr (S::SOURCE == READY) return p.rows_in.ready.unscale;
   else return p.rows_in.inverse[row];
 }
 template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRows& p, const Memory<S>& m, int number, int t, int i, int row) {
@@ -209,7 +218,12 @@ template <class S> __device__ __forceinline__ void reduce_round(const LinearRows
     if constexpr (S::EPILOGUE == GATE_UP) {
       const float up = __shfl_sync(ALL_LANES, value, i + 16);
       const int place = group * TILE_ROWS + i;
-      if (t == 0 && place < p.out_rows) out[place] = __fmul_rn(silu(value), up);
+      const float product = __fmul_rn(silu(value), up);
+      if (p.ready.units) {
+        p.ready.leave(row, place, place < p.out_rows ? product : 0.0f, t == 0);
+        if (place - i + TILE_ROWS >= p.out_rows)   // the last one, up to the end of a record
+          for (int after = place + TILE_ROWS; after < p.ready.units * READY_COLS; after += TILE_ROWS) p.ready.leave(row, after, 0.0f, t == 0);
+      } else if (t == 0 && place < p.out_rows) out[place] = product;
     } else {
       const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;
       float* target = out + segment.first_row + place;
@@ -218,21 +232,8 @@ template <class S> __device__ __forceinline__ void reduce_round(const LinearRows
   }
 }
 
-// Rows that were converted before: bring what the warp reads near, or it would wait for each unit in turn.
-template <class S> __device__ __forceinline__ void touch(const LinearRows& p, int first, int units, int lane) {
-  const int all = staged_units(p.rows_in), lines = min(units, all) * S::NB * 8;
-  uint32_t seen = 0;
-#pragma unroll 8
-  for (int line = lane; line < lines; line += 32) {
-    int at = first * S::NB * 8 + line;
-    while (at >= all * S::NB * 8) at -= all * S::NB * 8;
-    seen |= reinterpret_cast<const uint32_t*>(p.rows_in.halves)[at * 32];
-  }
-  if (seen == 0xfffefffeu) asm volatile("" ::"r"(seen));
-}
-
-template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
-  using S = Shape<SOURCE, EPILOGUE, NB>;
+template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinline__ void linear_rows(const LinearRows& p) {
+  using S = Shape<SOURCE, EPILOGUE, NB, COLUMNS>;
   SHARED_BYTES(shared);
   allow_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -272,8 +273,6 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
         for (int row = 0; row < p.rows; ++row)
           stage_row<SOURCE>(p.rows_in, norm, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, reinterpret_cast<float*>(m.starts), row}, m.inverse + row);
         __syncthreads();
-      } else {
-        touch<S>(p, way.unit, way.left * 4, lane);
       }
     }
     {
@@ -301,21 +300,24 @@ template <int SOURCE, int EPILOGUE, int NB> __device__ __forceinline__ void line
   }
 }
 
-#define LINEAR_ROWS(NAME, SOURCE, EPILOGUE, NB)                                                             \
+#define LINEAR_ROWS(NAME, SOURCE, EPILOGUE, NB, COLUMNS)                                                    \
   extern "C" __global__ void __launch_bounds__(BLOCK, 1) NAME(const __grid_constant__ LinearRows p) {     \
-    linear_rows<SOURCE, EPILOGUE, NB>(p);                                                                   \
+    linear_rows<SOURCE, EPILOGUE, NB, COLUMNS>(p);                                                          \
   }
-LINEAR_ROWS(linear_rows_norm_store, NORMED, STORE, 1)
-LINEAR_ROWS(linear_rows_norm_gate_up, NORMED, GATE_UP, 1)
-LINEAR_ROWS(linear_rows_plain_store, PLAIN, STORE, 1)
-LINEAR_ROWS(linear_rows_plain_add, PLAIN, ADD, 1)
-LINEAR_ROWS(linear_rows_gated_add, GATED, ADD, 1)
-LINEAR_ROWS(linear_rows_halves_store, HALVES, STORE, 1)
-LINEAR_ROWS(linear_rows_halves_add, HALVES, ADD, 1)
-LINEAR_ROWS(linear_rows_halves_gate_up, HALVES, GATE_UP, 1)
-LINEAR_ROWS(linear_rows_wide_store, HALVES, STORE, 2)
-LINEAR_ROWS(linear_rows_wide_add, HALVES, ADD, 2)
-LINEAR_ROWS(linear_rows_wide_gate_up, HALVES, GATE_UP, 2)
+LINEAR_ROWS(linear_rows_norm_store, NORMED, STORE, 1, 2)
+LINEAR_ROWS(linear_rows_norm_gate_up, NORMED, GATE_UP, 1, 2)
+LINEAR_ROWS(linear_rows_plain_store, PLAIN, STORE, 1, 2)
+LINEAR_ROWS(linear_rows_plain_add, PLAIN, ADD, 1, 2)
+LINEAR_ROWS(linear_rows_gated_add, GATED, ADD, 1, 2)
+LINEAR_ROWS(linear_rows_halves_store, HALVES, STORE, 1, 8)
+LINEAR_ROWS(linear_rows_halves_add, HALVES, ADD, 1, 8)
+LINEAR_ROWS(linear_rows_halves_gate_up, HALVES, GATE_UP, 1, 8)
+LINEAR_ROWS(linear_rows_wide_store, HALVES, STORE, 2, 8)
+LINEAR_ROWS(linear_rows_wide_add, HALVES, ADD, 2, 8)
+LINEAR_ROWS(linear_rows_wide_gate_up, HALVES, GATE_UP, 2, 8)
+LINEAR_ROWS(linear_rows_ready_few_add, READY, ADD, 1, 2)
+LINEAR_ROWS(linear_rows_ready_halves_add, READY, ADD, 1, 8)
+LINEAR_ROWS(linear_rows_ready_wide_add, READY, ADD, 2, 8)
 
 // Convert a row once for all blocks, into fragment order. grid (rows)
 template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {

@@ -35,6 +35,14 @@ __device__ __forceinline__ void mma_f16_from(float (&d)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
+// D[16 x 8] = A[16 x 8] B[8 x 8], fp16 in, f32 accumulation, one warp: a0 = A[g][2q, 2q+1], a1 = A[g+8][2q, 2q+1], b = B[2q, 2q+1][g].
+__device__ __forceinline__ void mma_f16_short(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
+}
+
 // Four 8 x 8 matrices of halves; lane l gives the address of row l % 8 of matrix l / 8. out[i] = {M_i[g][2q], M_i[g][2q+1]}.
 __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const void* row) {
   unsigned address = (unsigned)__cvta_generic_to_shared(row);

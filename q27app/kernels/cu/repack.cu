@@ -1,4 +1,5 @@
-// repack: a tensor's rows as the container stores them -> packed tiles (quant.cuh).
+// repack: a tensor's rows as the container stores them -> packed tiles (quant.cuh); what packed gates and ups can give; what is
+// ready for the tensor cores as floats again.
 // Reference: weights.codecs.decode     Used by: cuda_backend.CudaBackend.load
 // Shapes:    data uint8 [rows, row_bytes], scales fp16 [rows, groups] -> tiles [num_tiles, tile_bytes]
 // Layout:    rows contiguous; rows and columns past the end become zeros
@@ -6,6 +7,7 @@
 // Defines:   none     Limits: a piece starts at a multiple of 16 rows
 // Numbers:   exact. Bound: memory.
 #include "quant.cuh"
+#include "ready.cuh"
 
 struct Repack {
   const unsigned char* data;
@@ -72,4 +74,41 @@ extern "C" __global__ void __launch_bounds__(32) repack(const __grid_constant__ 
     const bool inside = r < p.rows && unit * UNIT_COLS < p.cols;
     reinterpret_cast<uint16_t*>(base + data_bytes)[lane] = inside ? p.scales[(long long)r * p.groups + group] : 0;
   }
+}
+
+struct PairSizes {
+  const unsigned char* weights;   // tiles of a gate and an up in turns
+  const float* norm;              // [cols]
+  float* out;                     // [rows]
+  int kind, rows, cols, tile_bytes, wrap;
+};
+
+// Lengths of a gate's row times the norm and of its up's, multiplied: [rows]. grid (rows / 8), block (256), a warp a row.
+extern "C" __global__ void __launch_bounds__(256) pair_sizes(const __grid_constant__ PairSizes p) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= p.rows) return;
+  float size[2];
+  for (int half = 0; half < 2; ++half) {
+    const unsigned char* tile = p.weights + (long long)(row / TILE_ROWS * 2 + half) * p.tile_bytes;
+    float sum = 0.0f;
+    for (int column = lane; column < p.cols; column += 32) {
+      float value = packed_value(p.kind, tile, row % TILE_ROWS, column);
+      if (p.wrap) value = __fadd_rn(value, packed_value(p.kind, tile, row % TILE_ROWS, column + p.wrap * UNIT_COLS));
+      value = __fmul_rn(value, p.norm[column]);
+      sum = fmaf(value, value, sum);
+    }
+    size[half] = sqrtf(warp_sum(sum));
+  }
+  if (lane == 0) p.out[row] = __fmul_rn(size[0], size[1]);
+}
+
+struct ReadyFloats {
+  Ready ready;
+  float* out;                     // [rows, cols]
+  int cols;
+};
+
+// Rows that were left ready as floats. grid (rows), block (256)
+extern "C" __global__ void __launch_bounds__(256) ready_floats(const __grid_constant__ ReadyFloats p) {
+  for (int column = threadIdx.x; column < p.cols; column += 256) p.out[(long long)blockIdx.x * p.cols + column] = p.ready.value(blockIdx.x, column);
 }

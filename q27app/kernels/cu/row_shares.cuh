@@ -15,6 +15,7 @@ struct LinearRows {
   float* out;
   uint32_t* border;            // [blocks + 1][tile of a group][MAX_ROWS][TILE_ROWS], zero between launches
   Rows rows_in;
+  Ready ready;                 // GATE_UP: where the products go as halves; no units: to out, as floats
   Segment segments[MAX_SEGMENTS];
   int first_step[MAX_SEGMENTS], first_group[MAX_SEGMENTS], group_steps[MAX_SEGMENTS];   // first ones of no segment: 2^31 - 1
   uint32_t per_group[MAX_SEGMENTS];   // `divided` by group_steps

@@ -4,9 +4,10 @@
 // maxima have one order whoever converts a row.
 #pragma once
 #include "quant.cuh"
+#include "ready.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, GATED_HEAD = 128;
-enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3 };   // where a row comes from
+enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3, READY = 4 };   // where a row comes from
 
 struct Rows {
   const float* x;
@@ -18,6 +19,7 @@ struct Rows {
   float* inverse;            // HALVES: [rows]
   int cols, units, wrap, row_groups, x_stride, gate_stride;   // row_groups: 1, or 2 for more than 8 rows
   float eps;
+  Ready ready;               // READY
 };
 
 __device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.wrap : p.units; }

@@ -300,6 +300,10 @@ inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
   d[0] = c0, d[1] = c1, d[2] = c2, d[3] = c3;
   mma_f16(d, a0, a1, a2, a3, b0, b1);
 }
+inline void mma_f16_short(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+  mma_f16(d, a0, a1, 0, 0, b, 0);
+}
 inline void warpgroup_begin() {}
 inline void warpgroup_commit() { race_event(MATRIX_COMMITTED, nullptr, 0); }
 // An instruction of the whole warp: what its lanes read for the ones before has been read.

@@ -1,0 +1,58 @@
+"""Products that gate_up leaves ready for the next stage: their scale, and both stages one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from q27app.kernels import cuda_ready
+from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.cuda_ready import fixed_scale
+from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
+from tests.kernels import cuda_checks
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+
+COLS = 256
+
+
+def test_no_product_of_normed_rows_reaches_the_largest_half():
+    """The worst rows: along the gate's row, the up's, and between."""
+    random = np.random.default_rng(0)
+    for hidden, size in ((64, 1e-3), (512, 1.0), (5120, 30.0)):
+        gate, up = (random.standard_normal((40, hidden)) * size for _ in range(2))
+        gate[3] = up[3]   # what bends both at once
+        scale = fixed_scale(np.linalg.norm(gate, axis=1) * np.linalg.norm(up, axis=1), hidden)
+        assert scale > 0 and np.log2(scale) == round(np.log2(scale))
+        for x in (*gate, *up, *(gate + up)):
+            x = x / np.sqrt(np.square(x).mean())
+            assert np.abs(gate @ x * (up @ x)).max() * scale <= cuda_ready.TOP
+        x = gate[3] / np.sqrt(np.square(gate[3]).mean())
+        assert abs(gate[3] @ x * (up[3] @ x)) * scale > cuda_ready.TOP / 4
+
+
+@pytest.mark.parametrize("sizes", [[0.0, 0.0], [np.nan, 1.0], [np.inf, 1.0], [1e-40, 1e-40], [1e4] + [1.0] * 999, [1e30, 1.0]])
+def test_a_scale_that_does_not_do_for_all_rows_is_none(sizes):
+    assert fixed_scale(np.array(sizes, np.float32), 1024) == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+@pytest.mark.parametrize("width, dtype, last, peak, card", [
+    (512, Q4_G64, Q4_G64, 1.0, CARD), (192, Q4_G64, Q4_G64, 1.0, SMALL_CARD), (128, Q8_G128, Q8_G128, 1.0, CARD), (320, F16, Q4_G64, 1.0, CARD),
+    (92, F32, F32, 1.0, CARD), (344, Q4_G64, F16, 1.0, CARD), (512, F16, Q4_G64, 1e4, CARD),
+], ids=["q4", "q4 odd", "q8 odd", "f16 and q4", "f32", "q4 and f16", "too far apart"])
+def test_both_stages_equal_numpy_and_keep_a_rows_bits(width, dtype, last, peak, card):
+    device = EmulatedDevice(card)
+    backend = CudaBackend(device)
+    both = cuda_checks.Both(backend, COLS, width, dtype, last, peak)
+    backend.empty((96, COLS), "float32", "x")
+    state = cuda_checks.open_state(backend, COLS)
+    error = cuda_checks.check_both(both, state, (1, 2, 3, 8, 9, 16, 17, 35))
+    assert error < (cuda_checks.TWO_STAGES_TOLERANCE if peak == 1.0 else 1e-3)   # there a single product is nearly all of a row
+    assert both.is_ready == (peak == 1.0)
+    random, row = np.random.default_rng(7), np.ones(COLS, np.float32)
+    assert both.run(state, cuda_checks.rows_with_peaks(random, 5, COLS, row), looks=True)[1] < cuda_checks.TENSOR_CORE_TOLERANCE
+    assert not both.is_ready   # downloaded: they lie where they always did
+    both.run(state, cuda_checks.rows_with_peaks(random, 5, COLS, row))
+    assert both.run(state, cuda_checks.rows_with_peaks(random, 20, COLS, row), "prefill")[1] < cuda_checks.TWO_STAGES_TOLERANCE
+    device.check_guards()
