@@ -24,6 +24,9 @@ INPUT_ROWS = 8
 MANY_SEQS = 3
 """From so many sequences of one row on small blocks take them, of which more are on their way at a time."""
 
+AHEAD_BYTES = 4 << 20
+"""Of the matrix behind the delta rule: so much is on its way while few rows go through the rule."""
+
 
 def chunk_launch(dim: int) -> tuple[int, int, int]:
     """Splits of a head, threads and shared memory of delta_chunk (CHUNK_COLUMNS, CHUNK_THREADS, ChunkShared). dim: of a head."""
@@ -97,6 +100,8 @@ class Mixers:
         dim = geometry.delta_head_dim
         kernel = "delta_step" if batch.num_rows > batch.num_seqs else "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
         form = delta_forms(dim)[kernel]
+        if kernel == "delta_one":
+            args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)
         backend.launch("delta_step", kernel, (heads * form.slices(dim), batch.num_seqs), form.threads(dim), 0, args)
         if not batch.deferred and batch.num_rows > batch.num_seqs:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)

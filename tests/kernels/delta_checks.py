@@ -29,7 +29,7 @@ class DeltaBench:
         self.values = {name: array.astype(np.float32) for name, array in values.items()}
         held = {name: self.backend.load([Tensor(name, F32, array.shape, array.view(np.uint8).reshape(len(array) if array.ndim == 2 else 1, -1))])
                 for name, array in self.values.items()}
-        self.layer = SimpleNamespace(**held, delta_index=0)
+        self.layer = SimpleNamespace(**held, output=SimpleNamespace(address=0, nbytes=0), delta_index=0)
         self.width = self.channels + heads * dim + 2 * heads
         self.y = self.backend.empty((max_rows, self.width), "float32", "y")
         self.out = self.backend.empty((max_rows, heads * dim), "float32", "out")

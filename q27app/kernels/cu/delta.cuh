@@ -23,9 +23,11 @@ struct Delta {
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
   float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay and beta, then products of decays (delta_chunk.cu)
   float* pairs;               // prefill: [rows, VALUE_HEADS, 32] (delta_chunk.cu)
+  const unsigned char* ahead; // one row: what the next kernel reads first
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
+  long long ahead_bytes;
   const int* keeps;                                            // prefill: [num_keeps, 3] sequence, rows, slot
   int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred, num_keeps;
   float eps;

@@ -235,6 +235,17 @@ template <int NUM> struct Row {
   }
 };
 
+// Weights of the next kernel into the second cache: its blocks find no room beside these, and memory would rest while these wait.
+__device__ __forceinline__ void bring_near(const Delta& p) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int PIECE = 4096;
+  const long long blocks = gridDim.x * gridDim.y, block = (long long)blockIdx.y * gridDim.x + blockIdx.x;
+  if (threadIdx.x >= 32) return;
+  for (long long i = block + threadIdx.x * blocks; i < p.ahead_bytes / PIECE; i += 32 * blocks)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead + i * PIECE), "r"(PIECE) : "memory");
+#endif
+}
+
 template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, Inputs<F>& in) {
   Place<F> at;
   at.open(p);
@@ -247,6 +258,7 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
 #pragma unroll
   for (int e = 0; e < F::EACH; ++e) taps[e].load(p.conv, window, at.span.position, at.channel(e));
   const float a = p.a[at.head], dt_bias = p.dt_bias[at.head];
+  if constexpr (F::ROWS == 1) bring_near(p);
   wait_for_earlier();
   if (at.span.rows <= 0) return;
   prepare(p, in, at, taps, window, a, dt_bias);
