@@ -140,6 +140,6 @@ def check_company(bench: DeltaBench, passes: int, companies: tuple[tuple[int, ..
 def check_fold(bench: DeltaBench, before: int, drafted: int) -> None:
     """What a commit leaves of `drafted` rows behind `before` others has the bits of rows that were decoded one by one."""
     y = bench.rows(before + drafted)
-    for accepted in (1, 2, drafted // 2, drafted):
+    for accepted in sorted({1, min(2, drafted), max(1, drafted // 2), drafted}):
         if not np.array_equal(bench.slot_after(y, drafted, accepted), bench.slot_after(y[:before + accepted], 0, 0)):
             raise AssertionError(f"{accepted} of {drafted} rows left another state")
