@@ -100,7 +100,7 @@ def test_what_starts_early_waits(card, draft, monkeypatch, tmp_path):
     run(device, path, monkeypatch, draft=draft)
     waits = set().union(*(waiting(expand(file.stem)) for file in SOURCES.glob("*.cu")))
     early = {name for name, dependent in device.launches if dependent}
-    assert len(early) > 12 and {"delta_step", "attend_merge"} <= early
+    assert len(early) > 12 and {"delta_one", "attend_merge"} <= early
     assert early <= waits, f"{sorted(early - waits)} may start early and do not wait"
 
 
@@ -135,5 +135,5 @@ def test_whoever_looks_early_comes_after_a_kernel_that_started_when_all_before_i
             seen.add(name)
         elif not dependent:
             has_moved = False
-        assert not (has_moved and (name.startswith("attend_decode") or name in ("delta_step", "delta_fold"))), f"{name} may see old positions"
+        assert not (has_moved and (name.startswith("attend_decode") or name in ("delta_step", "delta_one", "delta_many", "delta_fold"))), f"{name} may see old positions"
     assert device.puts and {"follow", "draft_turn", "take_drafts", "rope_angles"} <= seen
