@@ -21,7 +21,7 @@ TURNED_HEAD = 256
 
 
 def record_row(geometry) -> int:
-    """Floats of a deferred row (RECORD in delta_step.cu): its channels, its keys after their norms, what each column learns, decays."""
+    """Floats of a deferred row (RECORD in delta_step.cu): channels, keys before their norms, what each column learns of them, decays."""
     heads = geometry.delta_value_heads
     return -(-((3 * geometry.delta_key_heads + 2 * heads) * geometry.delta_head_dim + heads) // 4) * 4
 
