@@ -272,20 +272,23 @@ def _described(rng: random.Random, tool: RandomTool) -> str:
     return " ".join(about[begin:begin + rng.randint(2, 4)]) if len(about) - begin > 1 else " ".join(about[-2:])
 
 
-def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], declared: Sequence[Declaration]) -> str:
-    """A user's words for a call with these arguments, told apart from the other tools that are declared wherever words can do it."""
+def request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], declared: Sequence[Declaration], is_keyed: bool = False) -> str:
+    """A user's words for a call with these arguments, told apart from the other tools that are declared wherever words can do it.
+    is_keyed: by a parameter's name alone, where one is no other tool's."""
     own, rest = tool_words(tool.declaration), [tool_words(entry) for entry in declared if entry is not tool.declaration]
     keys = {key for entry in declared if entry is not tool.declaration for key in entry["function"]["parameters"]["properties"]}
+    if is_keyed and rng.random() < 0.5 and any(param.name not in keys and param.name not in PARAMS for param, _ in given):
+        keys |= set(PARAMS)  # names that tools of the rest of the conversation may have too
     for _ in range(6):
-        text = _request(rng, tool, given, not rest, keys)
+        text = _request(rng, tool, given, not rest, keys, is_keyed)
         if tells(text, [value for _, value in given], own, rest):
             break
     return text
 
 
-def _request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool, shared: set[str]) -> str:
+def _request(rng: random.Random, tool: RandomTool, given: list[tuple[Param, Any]], is_alone: bool, shared: set[str], is_keyed: bool) -> str:
     """One try. is_alone: no other tool is declared, so nothing need tell them apart. shared: names of the others' parameters."""
-    kind, lead, tail = rng.random(), rng.choice(LEADS), rng.choice(TAILS)
+    kind, lead, tail = 0.0 if is_keyed else rng.random(), rng.choice(LEADS), rng.choice(TAILS)
     verb = tool.verb if rng.random() < 0.88 else inflected(rng, tool.verb)
     noun = tool.noun if rng.random() < 0.88 else inflected(rng, tool.noun)
     named = f"{rng.choice(CALL) if rng.random() < 0.7 else any_word(rng)} {rng.choice(('', '', 'the tool ', 'the function '))}{tool.name}"
@@ -333,8 +336,10 @@ def _keyed(rng: random.Random, given: list[tuple[Param, Any]], sure: int) -> str
                 else rng.choice((f"{text} {key}", f"{text} {key}", f"the {text} {key}", f"{key} {text}", f"{key} is {text}"))
         told.append(text)
     first, rest = told[0], rng.choice((", ", ", ", " on ", " and ", f" {rng.choice(LINKS)} ", " ")).join(told[1:])
-    begin = rng.choice((verb, verb, f"{verb} {link}", f"{verb} {link}", f"{verb} {rng.choice(DETERMINERS)} {any_word(rng)} {link}", words(rng, 1, 4))).replace("  ", " ")
-    return f"{begin} {first}" + (rng.choice((": ", ": ", ", ", " for ", f" {rng.choice(LINKS)} ")) + rest if rest else "")
+    begin = rng.choice((verb, verb, f"{verb} {link}", f"{verb} {link}", f"{verb} {rng.choice(DETERMINERS)} {any_word(rng)} {link}", words(rng, 1, 4),
+                        clause(rng))).replace("  ", " ")
+    text = f"{begin} {first}" + (rng.choice((": ", ": ", ", ", " for ", f" {rng.choice(LINKS)} ")) + rest if rest else "")
+    return f"{text}{rng.choice((' ', ', ', '; '))}{words(rng, 1, 4)}" if rng.random() < 0.12 else text
 
 
 def chosen_arguments(rng: random.Random, tool: RandomTool) -> list[tuple[Param, Any]]:

@@ -13,12 +13,15 @@ from curriculum.pools import invented, sentence
 from curriculum.random_tools import RandomTool, chosen_arguments, identifier_like, others, participle, random_result, random_tool
 from curriculum.random_tools import request as random_request
 from curriculum.random_words import any_word, said_sentence, short_value, words
+from curriculum.tool_drills import keyed_drill, whose
 from curriculum.tool_pool import (
     KINDS, NEW_PARAMS, NEW_WRITTEN, PARAMS, WRITTEN, Declaration, Written, declare, made_name, make_value, shown,
 )
 
 RANDOM_SHARE = 0.78
 """Of the training examples: tools and requests of `random_tools`."""
+KEYED_DRILLS, WHOSE = 0.24, 0.10
+"""Of the sessions with made tools: those where parameters' names tell every tool, and those that ask whose a parameter is."""
 COUNTS = (0, 1, 2, 3, 4, 6)
 """How many other tools may be declared."""
 MADE_ASK = (
@@ -164,7 +167,8 @@ def _drill(rng: random.Random) -> Example:
 def tool_session(rng: random.Random, split: str) -> Example:
     """Several requests over one set of tools, with results and plain sentences between them."""
     if split == TRAIN and rng.random() < RANDOM_SHARE:
-        return _drill(rng)
+        kind = rng.random()
+        return keyed_drill(rng) if kind < KEYED_DRILLS else whose(rng) if kind < KEYED_DRILLS + WHOSE else _drill(rng)
     made = [_choice(rng, split) for _ in range(rng.randint(2, 4))]
     by_name = {declaration["function"]["name"]: declaration for declaration, *_ in made}
     made = [item for item in made if by_name[item[0]["function"]["name"]] is item[0]]
