@@ -123,6 +123,7 @@ class Arrivals:
         shared = np.zeros(0, np.int32) if found is None else found.blocks
         own = self._store.room_for(reading.entry.num_tokens, shared)
         if own is None:
+            reading.stop()
             return False
         self._now = Arrival(self._state, self._store, reading, shared, own)
         return True
@@ -131,12 +132,13 @@ class Arrivals:
         """No more is to come. False: it was damaged, another one may be there."""
         arrival, self._now = self._now, None
         assert arrival is not None
-        if self._disk.end_read(arrival.reading):
+        is_right = self._disk.end_read(arrival.reading)
+        if is_right and self._store.at(arrival.reading.entry.tokens) is None:   # who runs may have come there meanwhile
             arrival.become_snapshot()
             return True
         arrival.give_slot_back()
         self._blocks.release(arrival.blocks)
-        return False
+        return is_right
 
     @property
     def has_spare_work(self) -> bool:
@@ -151,19 +153,26 @@ class Arrivals:
                 self._finish()
             return
         reading = self._disk.take_early()
-        if reading is None or self._store.at(reading.entry.tokens) is not None:
+        if reading is None:
             return
+        if self._store.at(reading.entry.tokens) is not None:
+            return reading.stop()
         found = self._store.deepest(reading.entry.tokens, reading.entry.num_tokens)
         missing = reading.entry.num_tokens // BLOCK_POSITIONS - (0 if found is None else len(found.blocks))
         if self._blocks.num_free >= missing:
             self._start(reading, found)
+        else:
+            reading.stop()
 
     def stop(self) -> None:
-        """Give back what has come of a state, if one is on its way; one that comes early begins again later."""
+        """Give back what has come of a state, if one is on its way; one that comes early begins again later, of another no more is
+        read."""
         arrival, self._now = self._now, None
         if arrival is not None:
             if self._for is None:
                 self._disk.put_early(arrival.reading)
+            else:
+                arrival.reading.stop()
             arrival.give_slot_back()
             self._blocks.release(arrival.blocks)
 

@@ -132,8 +132,11 @@ class DiskCache:
         return self._early.pop(0) if self._early else None
 
     def put_early(self, reading: Reading) -> None:
-        """It will be taken again."""
-        self._early.insert(0, reading)
+        """It will be taken again, unless memory is for others."""
+        if len(self._early) < EARLY and sum(known.entry.num_bytes for known in (*self._early, reading)) <= self._early_bytes:
+            self._early.insert(0, reading)
+        else:
+            reading.stop()
 
     @property
     def has_early(self) -> bool:
@@ -195,6 +198,8 @@ class DiskCache:
 
     def close(self) -> None:
         """Finish what is queued, end the thread."""
+        for reading in self._early:
+            reading.stop()
         self._early.clear()
         self._readers.shutdown(wait=True, cancel_futures=True)
         if not self._is_off and self._thread.is_alive():

@@ -6,6 +6,7 @@ are right is known when the reading `is_over`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -19,6 +20,9 @@ from q27app.kernels.batch import BLOCK_POSITIONS
 
 log = logging.getLogger("q27app.engine")
 
+WANTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the system had too little of; the file may be right."""
+
 
 class Reading:
     """Begins at once. readers: does the work; when it is shut down before that is done the reading is over and damaged."""
@@ -31,9 +35,9 @@ class Reading:
         self._is_right = [False] * len(entry.digests)
         self._next = self._num_right = 0
         self._changed = threading.Condition()
-        self.is_over = self.is_damaged = False
+        self.is_over = self.is_damaged = self._is_stopped = False
         self.is_files_fault = False
-        """It is damaged because the file is, or has gone, and not for want of memory or threads."""
+        """It is damaged because the file is, or has gone, and not for want of memory or threads, or because it was stopped."""
         self._began = time.perf_counter()
         self.seconds = 0.0
         try:
@@ -67,28 +71,36 @@ class Reading:
         with self._changed:
             self._changed.wait_for(lambda: self.is_over or self.num_bytes > num_bytes, seconds)
 
+    def stop(self) -> None:
+        """Nobody wants it: no other chunk is begun, and it ends as damaged unless all are right."""
+        with self._changed:
+            self._is_stopped, self._next = True, len(self._is_right)
+
     # reader threads
 
     def _begin(self) -> None:
         entry, count = self.entry, len(self.entry.digests)
+        if self._is_stopped:
+            return self._end(is_damaged=True, is_files_fault=False)
         try:
             with open(entry.path, "rb", buffering=0) as file:
                 again = head_of(entry.path, file, entry.fingerprint)
                 if again is None or again.digests != entry.digests or not np.array_equal(again.tokens, entry.tokens):
-                    return self._end(is_damaged=True)
+                    return self._end(is_damaged=True, is_files_fault=again is None)   # else another process has written it anew
                 self._data = np.empty(entry.slot_bytes + entry.num_tokens // BLOCK_POSITIONS * entry.block_bytes, np.uint8)
                 helpers = [self._readers.submit(self._work, file.fileno()) for _ in range(min(READERS, count) - 1)]
                 try:
                     self._work(file.fileno())
                 finally:
-                    self._next = len(self._is_right)
+                    with self._changed:
+                        self._next = len(self._is_right)
                     begun = [helper for helper in helpers if not helper.cancel()]   # the others have nothing left to do
                     wait(begun)   # they read this file
                 for helper in begun:
                     helper.result()
-            self._end(is_damaged=not all(self._is_right))
-        except OSError:
-            self._end(is_damaged=True)
+            self._end(is_damaged=not all(self._is_right), is_files_fault=not self._is_stopped)
+        except OSError as error:
+            self._end(is_damaged=True, is_files_fault=error.errno not in WANTS)
         except RuntimeError:   # no threads are left: nobody wants it any more
             self._end(is_damaged=True, is_files_fault=False)
         except Exception:  # what memory or the system does not give for it ends nobody's request

@@ -121,6 +121,48 @@ def test_what_comes_early_makes_room_for_a_request_and_comes_later(tmp_path, mon
     close(desk)
 
 
+def test_what_makes_room_again_and_again_is_read_no_more(tmp_path, monkeypatch):
+    """Whoever asks for one after the other and goes does not leave all of them in memory."""
+    written(tmp_path, 1, 2, 3)
+    desk = desk_of(folder=tmp_path)
+    arrivals = desk.loaded.prefix_cache._arrivals
+    arrivals._disk._early.clear()
+    gate, made, inner = threading.Event(), [], arrivals._disk.begin_read
+    hold_readers(monkeypatch, gate)
+    monkeypatch.setattr(arrivals._disk, "begin_read", lambda entry: made.append(inner(entry)) or made[-1])
+    for turn in range(2):
+        for seed in (1, 2, 3):
+            desk.ask(prompt_of(300, seed), 5, name=f"{turn}-{seed}")
+            desk.stepper.step()
+            desk.cancel(f"{turn}-{seed}")
+            if turn:
+                desk.loaded.prefix_cache.spare_step()
+    wanted = [*arrivals._disk._early, arrivals._now.reading]
+    assert len(made) > 3 and len(wanted) <= 3
+    assert all(reading._is_stopped for reading in made if reading not in wanted)
+    assert not any(reading._is_stopped for reading in wanted)
+    gate.set()
+    close(desk)
+
+
+def test_a_state_that_is_kept_meanwhile_is_kept_once(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk = desk_of(folder=tmp_path, device=4)
+    cache, blocks = desk.loaded.prefix_cache, desk.loaded.blocks
+    cache.spare_step(), cache.spare_step()
+    coming = cache._arrivals._now
+    free = blocks.num_free
+    own = blocks.allocate(4)
+    cache.store.take(coming.reading.entry.tokens, own, 0, "prompt")
+    blocks.release(own)   # the store shares them
+    gate.set()
+    settle_all(desk)
+    assert [snapshot.kind for snapshot in cache.store] == ["prompt"] and blocks.num_free == free
+    close(desk)
+
+
 def request_of(name, prompt, caches):
     from q27app.engine.request import Request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -249,6 +250,58 @@ def test_what_an_engine_that_died_had_not_written_yet_is_not_written(tmp_path, d
     assert done.wait(30)
     engine.close()
     assert len(entries_of(tmp_path)) == (0 if dies else 1)
+
+
+def test_a_file_is_deleted_for_its_own_faults_alone(tmp_path, monkeypatch):
+    """Not where too many files are open, and not where another process has written it anew since its head was read."""
+    path = write(tmp_path)
+    cache = open_cache(tmp_path)
+    prompt = (*state_of(128)[0], 1)
+    for code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_reading, "fill", lambda *_, code=code: (_ for _ in ()).throw(OSError(code, "none left")))
+            assert read(cache, longest(cache, prompt)) is None and path.exists(), code
+        cache._folder_time = -1   # as if the folder had changed
+    known, (tokens, slot, blocks) = longest(cache, prompt), state_of(128)
+    write_entry(tmp_path, MARK, "turn", tokens, slot + np.uint8(1), blocks)
+    assert read(cache, known) is None and path.exists()
+    cache._folder_time = -1
+    assert read(cache, longest(cache, prompt)) is not None
+    cache.close()
+
+
+def held_check(monkeypatch) -> tuple[threading.Event, list[int]]:
+    """Chunks are checked when the event is set; how many have been."""
+    gate, seen, check = threading.Event(), [], disk_reading.is_digest
+    monkeypatch.setattr(disk_entry, "CHUNK", 50)
+    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: seen.append(1) or gate.wait(20) and check(*rest))
+    return gate, seen
+
+
+def test_a_reading_that_is_stopped_begins_no_other_chunk(tmp_path, monkeypatch):
+    gate, seen = held_check(monkeypatch)
+    entry = read_head(write(tmp_path), MARK)
+    with ThreadPoolExecutor(1) as readers:
+        begun, queued = Reading(entry, readers), Reading(entry, readers)
+        while not seen:
+            time.sleep(0.001)
+        begun.stop(), queued.stop()
+        gate.set()
+        assert whole(begun) is None and whole(queued) is None
+    assert len(seen) == 1 < len(entry.digests)
+    assert not begun.is_files_fault and not queued.is_files_fault
+
+
+def test_closing_does_not_wait_for_what_is_read_early(tmp_path, monkeypatch):
+    gate, seen = held_check(monkeypatch)
+    entry = read_head(write(tmp_path), MARK)
+    cache = open_cache(tmp_path)
+    cache.read_early(1000, 512, 100)
+    while len(seen) < min(disk_entry.READERS, len(entry.digests)):
+        time.sleep(0.001)
+    threading.Timer(0.2, gate.set).start()
+    cache.close()
+    assert len(seen) <= disk_entry.READERS and entry.path.exists()
 
 
 def flip(path, rng) -> None:
