@@ -7,6 +7,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch
+from q27app.kernels.card import BLOCK_SHARED
 from q27app.kernels.memory import CudaBuffer
 
 ATTEND_ROWS = 16
@@ -15,8 +16,10 @@ COUNTERS = 64
 """Launches of a stage that can count their items (kv_format.cuh)."""
 ITEM_ROWS = (1, 4, 8, 16)
 """Most rows of an item, by kernel: attend_decode_1 and so on."""
-FEW_BLOCKS = 2
-"""Blocks a multiprocessor for one row over turned keys: with four of them it takes a third more time at 32,000 positions."""
+FEW_BLOCKS = {"warps": 2, "warpgroups": 3}
+"""Blocks a multiprocessor for one row over turned keys: with more of them it takes up to a third more time at 32,000 positions."""
+TABLE_COPIES = 4
+"""Of the table of pairs of 5-bit keys, for one row by warpgroups (Plan)."""
 MERGE_DIMS = 128
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
@@ -37,7 +40,8 @@ def decode_block(card, form, head_dim: int, group: int, item_rows: int) -> tuple
         groups = -(-item_rows * group // 8)
         columns = 8 * (groups if groups <= 4 else groups + groups % 2)
         tiles = 2 * key_tile + (2 + turned) * value_tile
-        return 128, tiles + columns * (head_dim * 2 + 2 * copies * BLOCK_POSITIONS * 2 + (4 + 1 + 4) * 4) + 32 + pairs + 48 + 1024
+        pairs *= TABLE_COPIES if item_rows == 1 and form.key.low_bits == 4 else 1
+        return 128, tiles + columns * (head_dim * 2 + 2 * copies * BLOCK_POSITIONS * 2 + (4 + 1 + 4) * 4) + 32 + pairs + 48 + 16 + 1024
     warps = 4 if item_rows <= 4 else item_rows
     columns = 2 * warps * -(-item_rows * group // (2 * warps))
     pipelined = card.is_wide and (not half_keys or item_rows == 16)
@@ -130,9 +134,11 @@ class Attention:
             args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
             skip = first * args.max_splits * geometry.num_heads * 4
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
-            blocks = max(1, min(card.attend_blocks(item_rows), card.shared_bytes // (shared + 1024)))
-            if item_rows == 1 and backend.state.form.key.low_bits and blocks > FEW_BLOCKS:
-                blocks, shared = FEW_BLOCKS, card.shared_bytes // FEW_BLOCKS // 1024 * 1024 - 1024   # so that no more fit
+            blocks = max(1, min(card.attend_blocks(item_rows), card.sm_shared // (shared + BLOCK_SHARED)))
+            group = geometry.num_heads // geometry.num_kv_heads
+            few = FEW_BLOCKS["warpgroups" if decode_by_warpgroups(card, backend.state.form, geometry.head_dim, group) else "warps"]
+            if item_rows == 1 and backend.state.form.key.low_bits and blocks > few:
+                blocks, shared = few, max(shared, card.sm_shared // few // 1024 * 1024 - BLOCK_SHARED)   # so that no more fit
             backend.launch("attend_decode", f"attend_decode_{item_rows}", (card.num_sms * blocks,), threads, shared, args)
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o

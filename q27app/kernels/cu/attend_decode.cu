@@ -22,14 +22,14 @@
 
 template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(dynamic);
-  unsigned char* shared = dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED;
   using C = Columns<ROWS>;
-  uint32_t* pairs = reinterpret_cast<uint32_t*>(shared + C::M::PAIR);
-  if constexpr (TURNED_KEYS)
-    for (int i = threadIdx.x; i < PAIRS; i += C::THREADS) pairs[i] = level_pair<low_bits(KEY_CODE)>(i);
+  unsigned char* shared = dynamic + C::M::TABLE;
+  shared += (ALIGNED - reinterpret_cast<uintptr_t>(shared) % ALIGNED) % ALIGNED;
+  if constexpr (TURNED_KEYS) PairTable<C::M::COPIES>::template fill<C::THREADS>(dynamic);
   Item& item = *reinterpret_cast<Item*>(shared + C::M::ITEM);
   allow_next();
-  C columns = {p, shared};
+  C columns = {p, shared, dynamic};
+  columns.start_arrivals();
   int index = blockIdx.x;
 #pragma unroll 1
   while (true) {
@@ -53,37 +53,53 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_decode_16(const __gr
 
 constexpr int MERGE_DIMS = HEAD_DIM >= 128 ? 128 : HEAD_DIM, MERGE_WARPS = 8, PER_LANE = MERGE_DIMS / 32;
 
+// A lane's share of what a cut left.
+struct Part {
+  float2 ml, two[PER_LANE / 2];
+  __device__ __forceinline__ void load(const Attend& p, long long index, int first) {
+    ml = __ldcg(reinterpret_cast<const float2*>(p.part_ml) + index);
+#pragma unroll
+    for (int i = 0; i < PER_LANE / 2; ++i) two[i] = __ldcg(reinterpret_cast<const float2*>(p.part_o + index * HEAD_DIM + first) + i);
+  }
+  __device__ __forceinline__ void add(float top, float& sum, float (&value)[PER_LANE]) const {
+    const float share = ml.x == -INFINITY ? 0.0f : exp2f(ml.x - top);
+    sum = fmaf(share, ml.y, sum);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) value[i] = fmaf(share, i % 2 ? two[i / 2].y : two[i / 2].x, value[i]);
+  }
+};
+
 // Sums of each eighth cut by a warp, then the eight in order.
 extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(const __grid_constant__ Attend p) {
   __shared__ float values[MERGE_WARPS][MERGE_DIMS], sums[MERGE_WARPS], tops[MERGE_WARPS];
   allow_next();
-  wait_for_earlier();
   const int row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int cuts = cuts_of(p.positions[row] + 1), first = blockIdx.z * MERGE_DIMS + PER_LANE * lane;
   const long long base = (long long)row * p.max_splits * NUM_HEADS + head;
   const float2* ml = reinterpret_cast<const float2*>(p.part_ml);
-  float top = -INFINITY, sum = 0.0f, value[PER_LANE];
+  const float* gates = p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + first;
+  float top = -INFINITY, sum = 0.0f, value[PER_LANE], gate[PER_LANE];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) value[i] = 0.0f;
+  wait_for_earlier();
+  Part next = {}, part;
+  if (warp < cuts) next.load(p, base + (long long)warp * NUM_HEADS, first);   // on its way while the largest is found
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) gate[i] = warp ? 0.0f : __ldcg(gates + i);
   for (int cut = threadIdx.x; cut < cuts; cut += 32 * MERGE_WARPS) top = fmaxf(top, __ldcg(ml + base + (long long)cut * NUM_HEADS).x);
   top = warp_max(top);
   if (lane == 0) tops[warp] = top;
   __syncthreads();
 #pragma unroll
   for (int w = 0; w < MERGE_WARPS; ++w) top = fmaxf(top, tops[w]);
-  if (top != -INFINITY)
+  if (top != -INFINITY && warp < cuts) {
+    next.add(top, sum, value);
 #pragma unroll 4
-    for (int cut = warp; cut < cuts; cut += MERGE_WARPS) {
-      const long long index = base + (long long)cut * NUM_HEADS;
-      const float2 part = __ldcg(ml + index);
-      const float share = part.x == -INFINITY ? 0.0f : exp2f(part.x - top);
-      sum = fmaf(share, part.y, sum);
-#pragma unroll
-      for (int i = 0; i < PER_LANE; i += 2) {
-        const float2 two = __ldcg(reinterpret_cast<const float2*>(p.part_o + index * HEAD_DIM + first + i));
-        value[i] = fmaf(share, two.x, value[i]), value[i + 1] = fmaf(share, two.y, value[i + 1]);
-      }
+    for (int cut = warp + MERGE_WARPS; cut < cuts; cut += MERGE_WARPS) {
+      part.load(p, base + (long long)cut * NUM_HEADS, first);
+      part.add(top, sum, value);
     }
+  }
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) values[warp][PER_LANE * lane + i] = value[i];
   if (lane == 0) sums[warp] = sum;
@@ -98,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(cons
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) value[i] = sum > 0.0f ? value[i] / sum : 0.0f;
   if constexpr (TURNED_VALUES) turn_back(value);
-  const float* gate = p.y + (long long)row * p.y_stride + (2 * head + 1) * HEAD_DIM + first;
   float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM + first;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) target[i] = value[i] * sigmoid(gate[i]);

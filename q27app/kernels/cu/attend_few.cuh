@@ -111,6 +111,36 @@ __device__ __forceinline__ long long place(const Attend& p, const Item& item, in
   return ((long long)(item.first_row + column / GROUP) * p.max_splits + item.cut) * NUM_HEADS + item.head * GROUP + column % GROUP;
 }
 
+// Halves of two neighbouring numbers of a key by their code, at the begin of shared memory, where the compiler knows its place.
+// Look-ups of a warp meet fewer others in a bank where there are COPIES side by side.
+template <int COPIES> struct PairTable {
+  static constexpr int BYTES = PAIRS * 4 * COPIES;
+  const unsigned char* table;
+  uint32_t copy;   // where the thread's copy lies, in both halves
+  __device__ __forceinline__ explicit PairTable(const unsigned char* dynamic) : table(dynamic), copy(COPIES > 1 ? thread_index() % COPIES * 0x40004u : 0) {}
+  template <int THREADS> __device__ __forceinline__ static void fill(unsigned char* dynamic) {
+    constexpr int LOW = low_bits(KEY_CODE), ONE = (1 << LOW) - 1;
+    const float level = level_of<LOW>(threadIdx.x % 32);   // each lane has one: a look-up of constants takes a turn for every other one
+#pragma unroll 1
+    for (int from = 0; from < PAIRS; from += THREADS) {
+      const int i = from + threadIdx.x, first = (i & ONE) | (i >> 2 * LOW & 1) << LOW, second = (i >> LOW & ONE) | (i >> (2 * LOW + 1) & 1) << LOW;
+      const uint32_t pair = half2_from_floats(__shfl_sync(ALL_LANES, level, first), __shfl_sync(ALL_LANES, level, second));
+      if (PAIRS % THREADS && i >= PAIRS) break;
+      if constexpr (COPIES == 1) reinterpret_cast<uint32_t*>(dynamic)[i] = pair;
+      else
+#pragma unroll
+        for (int j = 0; j < COPIES / 4; ++j) reinterpret_cast<uint4*>(dynamic)[i * (COPIES / 4) + j] = make_uint4(pair, pair, pair, pair);
+    }
+  }
+  __device__ __forceinline__ uint32_t at(uint32_t index) const { return reinterpret_cast<const uint32_t*>(table)[index]; }
+  // Of two indices of at most ten bits, one in each half.
+  __device__ __forceinline__ void find(uint32_t indices, uint32_t& first, uint32_t& second) const {
+    const uint32_t at = indices * (4 * COPIES) + copy;
+    first = *reinterpret_cast<const uint32_t*>(table + pick_bytes(at, 0, 0x4410));
+    second = *reinterpret_cast<const uint32_t*>(table + pick_bytes(at, 0, 0x4432));
+  }
+};
+
 // The keys of rows `low` and `low + 8` as the tensor core takes them: a run, or of turned ones one of its PARTS.
 template <int PARTS> struct KeyRun {
   static constexpr int LOW_WORDS = TURNED_KEYS ? low_bits(KEY_CODE) / PARTS : 4;
@@ -136,29 +166,35 @@ template <int PARTS> struct KeyRun {
     }
   }
   // Numbers 4 step .. 4 step + 3 of it: a[upper] the first two, a[2 + upper] the others.
-  __device__ __forceinline__ void expand(int step, const uint32_t* pairs, uint32_t (&a)[4]) const {
+  template <class Table> __device__ __forceinline__ void expand(int step, const Table& pairs, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       if constexpr (KEY_CODE == CODE_HALF) {
         a[upper] = word[upper][2 * step], a[upper + 2] = word[upper][2 * step + 1];
       } else if constexpr (KEY_CODE == CODE_FP8) {
         halves_from_e4m3x4(word[upper][step], a[upper], a[upper + 2]);
-      } else {
+      } else if constexpr (!WARPGROUPS) {   // one by one: registers are scarce
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          constexpr int LOW = low_bits(KEY_CODE);
-          const int pair = 2 * step + i;
-          if constexpr (KEY_CODE == CODE_5) {   // the two low nibbles are a byte; the high bits, shifted, come to stand right above it
-            const uint32_t high = word[upper][LOW_WORDS] >> (2 * (pair % 4));
-            a[upper + 2 * i] = pairs[__byte_perm(word[upper][pair / 4], high, pair % 4 + 16 * (4 + pair / 4)) & 0x3ff];
-          } else {
-            const int at = pair * 2 * LOW;
-            const uint32_t high = word[upper][LOW_WORDS] >> (2 * pair) & 3;
-            a[upper + 2 * i] = pairs[(word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1)) | high << (2 * LOW)];
-          }
-        }
+        for (int i = 0; i < 2; ++i) a[upper + 2 * i] = pairs.at(index_of(upper, 2 * step + i));
+      } else if constexpr (KEY_CODE == CODE_5) {   // indices of two pairs in one word: a byte of low nibbles and above it the two high bits, each
+        constexpr uint32_t TWO_BITS = 0x03030303u;
+        const int word_at = step / 2, at = word_at % 2 * 2 + 4, shift = step % 2 * 4;
+        const uint32_t high = pick_bytes(word[upper][LOW_WORDS] >> shift & TWO_BITS, word[upper][LOW_WORDS] >> (shift + 2) & TWO_BITS, word_at / 2 ? 0x7362 : 0x5140);
+        const uint32_t index = pick_bytes(word[upper][word_at], high, step % 2 * 0x0202 + (at << 4 | 0x0100 | (at + 1) << 12));
+        pairs.find(index, a[upper], a[upper + 2]);
+      } else {
+        pairs.find(index_of(upper, 2 * step) | index_of(upper, 2 * step + 1) << 16, a[upper], a[upper + 2]);
       }
     }
+  }
+  // Where the table has a pair of turned numbers.
+  __device__ __forceinline__ uint32_t index_of(int upper, int pair) const {
+    constexpr int LOW = low_bits(KEY_CODE);
+    const int at = pair * 2 * LOW;
+    if constexpr (KEY_CODE == CODE_5)   // the two low nibbles are a byte; the high bits, shifted, come to stand right above it
+      return __byte_perm(word[upper][pair / 4], word[upper][LOW_WORDS] >> (2 * (pair % 4)), pair % 4 + 16 * (4 + pair / 4)) & 0x3ff;
+    else
+      return word[upper][at / 32] >> (at % 32) & ((1 << 2 * LOW) - 1) | (word[upper][LOW_WORDS] >> (2 * pair) & 3) << (2 * LOW);
   }
   __device__ __forceinline__ static float norm(const unsigned char* tile, int key, int run) {
     return half_to_float(*reinterpret_cast<const uint16_t*>(tile + key * K_ROW + run * turned_bytes(low_bits(KEY_CODE))));
@@ -198,45 +234,39 @@ template <int STEP, int DT, int TILES> __device__ __forceinline__ void store_val
 // Values of 16 keys from `key` on and one of SLICES shares of the dimensions as the tensor core takes them: thread (g, c) has
 // keys c, c + 8, c + 4, c + 12 and dimensions 2 DT g .. of the slice; a[t] holds dimensions 2 t and 2 t + 1 as rows g and g + 8.
 // HALVED: thread g has dimensions 4 g .. 4 g + 3 of the slice in each of two halves, and a[0] and a[1] hold the first half's.
-template <int SLICES, int DT, bool HALVED = false> __device__ __forceinline__ void value_tiles(const unsigned char* tile, int key, int slice, int g, int c, uint32_t (&a)[DT][4]) {
+template <int SLICES, int DT, bool HALVED = false>
+__device__ __forceinline__ void value_tiles(const FirstLevels& levels, const unsigned char* tile, int key, int slice, int g, int c, uint32_t (&a)[DT][4]) {
   key += c;
-  if constexpr (HALVED) {
-    static_assert(TURNED_VALUES && SLICES == 4 && DT == 4, "four dimensions of a thread in each half");
-    const int low_at = 2 + slice * 8 + g, high_at = 34 + slice * 4 + (g >> 1), shift = 4 * (g & 1);
+  if constexpr (TURNED_VALUES && (HALVED || DT == 2)) {
+    static_assert(HALVED ? SLICES == 4 && DT == 4 : DT == 2, "four dimensions of a thread in a block");
+    const int part = HALVED ? slice : slice & 3, low_at = 2 + part * 8 + g, high_at = 34 + part * 4 + (g >> 1), shift = 4 * (g & 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < DT / 2; ++half) {
+      const unsigned char* row = tile + key * V_ROW + (HALVED ? half : slice >> 2) * turned_bytes(2);
+      uint32_t number[4][2];
+      halves_of_rows(levels, gather_bytes(row[low_at], row[8 * V_ROW + low_at], row[4 * V_ROW + low_at], row[12 * V_ROW + low_at]),
+                     gather_bytes(row[high_at], row[8 * V_ROW + high_at], row[4 * V_ROW + high_at], row[12 * V_ROW + high_at]) >> shift, number);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const unsigned char* row = tile + (key + 4 * i) * V_ROW + half * turned_bytes(2);
-        const uint32_t low = row[low_at] | (uint32_t)row[8 * V_ROW + low_at] << 8;
-        const uint32_t high = (row[high_at] >> shift & 15) | (uint32_t)(row[8 * V_ROW + high_at] >> shift & 15) << 4;
-        uint32_t pair[4];
-        pair_halves(spread_indices(low, high), pair);
-        a[2 * half][2 * i] = pair[0], a[2 * half][2 * i + 1] = pair[1], a[2 * half + 1][2 * i] = pair[2], a[2 * half + 1][2 * i + 1] = pair[3];
-      }
-  } else if constexpr (TURNED_VALUES && DT == 4) {
-    uint32_t index[4], first[8], second[8];
+      for (int n = 0; n < 4; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned char* block = tile + (key + 8 * (i & 1) + 4 * (i >> 1)) * V_ROW + (slice >> 1) * turned_bytes(2);
-      index[i] = spread_indices(*reinterpret_cast<const uint16_t*>(block + 2 + (slice & 1) * 16 + 2 * g), block[34 + (slice & 1) * 8 + g]);
+        for (int i = 0; i < 2; ++i) a[2 * half + n / 2][2 * i + n % 2] = number[n][i];
     }
-    pair_rows(index[0], index[1], first);
-    pair_rows(index[2], index[3], second);
-#pragma unroll
-    for (int t = 0; t < DT; ++t) a[t][0] = first[2 * t], a[t][1] = first[2 * t + 1], a[t][2] = second[2 * t], a[t][3] = second[2 * t + 1];
   } else if constexpr (TURNED_VALUES) {
-    static_assert(DT == 2, "four dimensions of a thread");
-    const unsigned char* block = tile + key * V_ROW + (slice >> 2) * turned_bytes(2);
-    const int low_at = 2 + (slice & 3) * 8 + g, high_at = 34 + (slice & 3) * 4 + (g >> 1), shift = 4 * (g & 1);
+    static_assert(DT == 4, "eight dimensions of a thread in a block");
+    const int low_at = 2 + (slice & 1) * 16 + 2 * g, high_at = 34 + (slice & 1) * 8 + g;
+    const unsigned char* row = tile + key * V_ROW + (slice >> 1) * turned_bytes(2);
+    uint32_t low[4], number[4][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned char* row = block + 4 * i * V_ROW;
-      const uint32_t low = row[low_at] | (uint32_t)row[8 * V_ROW + low_at] << 8;
-      const uint32_t high = (row[high_at] >> shift & 15) | (uint32_t)(row[8 * V_ROW + high_at] >> shift & 15) << 4;
-      uint32_t pair[4];
-      pair_halves(spread_indices(low, high), pair);
-      a[0][2 * i] = pair[0], a[0][2 * i + 1] = pair[1], a[1][2 * i] = pair[2], a[1][2 * i + 1] = pair[3];
+    for (int i = 0; i < 4; ++i) low[i] = *reinterpret_cast<const uint16_t*>(row + (8 * (i & 1) + 4 * (i >> 1)) * V_ROW + low_at);
+    const uint32_t high = gather_bytes(row[high_at], row[8 * V_ROW + high_at], row[4 * V_ROW + high_at], row[12 * V_ROW + high_at]);
+    const uint32_t first = pick_bytes(low[0], low[1], 0x5140), second = pick_bytes(low[2], low[3], 0x5140);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      halves_of_rows(levels, pick_bytes(first, second, part ? 0x7632 : 0x5410), high >> (4 * part), number);
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) a[2 * part + n / 2][2 * i + n % 2] = number[n][i];
     }
   } else {
     constexpr int BYTES = V_ROW / SLICES / 8, WORDS = BYTES >= 4 ? BYTES / 4 : 1;   // of a thread in a row

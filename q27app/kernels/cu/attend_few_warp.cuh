@@ -21,8 +21,9 @@ template <int ROWS> struct Plan {
   // Offsets in shared memory.
   static constexpr int TILE_KEYS = 0, TILE_VALUES = KEY_RING * K_HEAD, Q = TILE_VALUES + VALUE_RING * V_HEAD, P = Q + COLUMNS * Q_STRIDE * 2;
   static constexpr int LARGEST = P + P_BUFFERS * P_BYTES, FACTOR = LARGEST + 2 * KEY_WARPS * COLUMNS * 4, CHANGE = FACTOR + COLUMNS * 4;
-  static constexpr int PAIR = CHANGE + P_BUFFERS * COLUMNS * 4, ITEM = PAIR + PAIRS * 4, TOP = ITEM + 48;
-  static constexpr int EXCHANGE = TOP + (HALVED ? 2 * COLUMNS * 4 : 0), BYTES = EXCHANGE + (HALVED ? KEY_WARPS * COLUMNS * 64 : 0);
+  static constexpr int ITEM = CHANGE + P_BUFFERS * COLUMNS * 4, TOP = ITEM + 48;
+  static constexpr int EXCHANGE = TOP + (HALVED ? 2 * COLUMNS * 4 : 0);
+  static constexpr int COPIES = 1, TABLE = PairTable<COPIES>::BYTES, BYTES = TABLE + EXCHANGE + (HALVED ? KEY_WARPS * COLUMNS * 64 : 0);
 };
 
 // Tiles of 8 columns, shared by the warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
@@ -36,6 +37,7 @@ template <int ROWS> struct Columns {
   static_assert(!M::HALVED || RUNS == 2, "a run for each of two warps");
   const Attend& p;
   unsigned char* shared;
+  const unsigned char* table;   // of PairTable
   float out[DIM_TILES][VT][4], sum[NT][2];
   float top[M::HALVED ? 1 : NT][2];   // HALVED: in shared memory, as registers are scarce
 
@@ -49,6 +51,8 @@ template <int ROWS> struct Columns {
       slice = warp % SLICES, first_value_tile = warp / SLICES * VT;
     }
   };
+
+  __device__ __forceinline__ void start_arrivals() const {}
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -94,7 +98,7 @@ template <int ROWS> struct Columns {
   // first ones to that of the others.
   template <int COUNT>
   __device__ __forceinline__ void multiply(const unsigned char* keys, const unsigned char* q, int other, int low, int run, int c, float (&to)[COUNT][4]) const {
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
+    const PairTable<1> pairs(table);
     constexpr int PARTS = M::HALVED ? 2 : 1, STEPS = RUN_STEPS / PARTS;   // registers
 #pragma unroll 1
     for (int which = 0; which < PARTS; ++which) {
@@ -274,10 +278,11 @@ template <int ROWS> struct Columns {
 #pragma unroll
         for (int t = 0; t < DIM_TILES; ++t) out[t][n][0] *= change.x, out[t][n][1] *= change.y, out[t][n][2] *= change.x, out[t][n][3] *= change.y;
     }
+    const FirstLevels levels(thread_index() >> 10);
 #pragma unroll
     for (int key = 0; key < KEYS; key += 16) {
       uint32_t a[DIM_TILES][4];
-      value_tiles<SLICES>(values, key, here.slice, g, c, a);
+      value_tiles<SLICES>(levels, values, key, here.slice, g, c, a);
 #pragma unroll
       for (int n = 0; n < VT; ++n) {
         const uint2 b = *reinterpret_cast<const uint2*>(weights + n * 8 * (KEYS / 2) + weights_at(g, key / 16, c));

@@ -11,6 +11,7 @@
 constexpr int DIM_TILES = HEAD_DIM / 64, AT_ONCE = 4;   // of 64 dimensions; products of a group
 constexpr int KEY_GROUPS = K_STEPS / AT_ONCE, ALIGNED = 1024;
 constexpr float HEADROOM = 4.0f, NO_REFERENCE = -1e30f;
+constexpr bool WHOLE_TILES = TURNED_KEYS && TURNED_VALUES;   // lie in the cache as in shared memory: a copy for all of it
 
 // How a block works, by the rows of its items, and where things lie in shared memory. Rings: tiles on their way or in use; norms of
 // turned values are used a round before the values.
@@ -20,8 +21,9 @@ template <int ROWS> struct Plan {
   static constexpr int KEY_RING = 2, VALUE_RING = TURNED_VALUES ? 3 : 2, WEIGHTS = COLUMNS * KEYS * 2;   // bytes of a tile's weights
   static constexpr int Q = 0, P = COLUMNS * HEAD_DIM * 2, TILE_KEYS = P + 2 * P_COPIES * WEIGHTS, TILE_VALUES = TILE_KEYS + KEY_RING * K_HEAD;
   static constexpr int LARGEST = TILE_VALUES + VALUE_RING * V_HEAD, FACTOR = LARGEST + KEY_WARPS * COLUMNS * 4;
-  static constexpr int REFERENCE = FACTOR + COLUMNS * 4, RAISED = REFERENCE + KEY_WARPS * COLUMNS * 4, PAIR = RAISED + 32;
-  static constexpr int ITEM = PAIR + PAIRS * 4, BYTES = ITEM + 48 + ALIGNED;
+  static constexpr int REFERENCE = FACTOR + COLUMNS * 4, RAISED = REFERENCE + KEY_WARPS * COLUMNS * 4;
+  static constexpr int COPIES = ROWS == 1 && KEY_CODE == CODE_5 ? 4 : 1, TABLE = PairTable<COPIES>::BYTES;
+  static constexpr int ITEM = RAISED + 32, ARRIVALS = ITEM + 48, BYTES = TABLE + ARRIVALS + 16 + ALIGNED;
   static_assert(NEEDED <= 8, "at most 64 columns");
 };
 
@@ -32,8 +34,11 @@ template <int ROWS> struct Columns {
   static constexpr int GROUPS = M::GROUPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS;
   const Attend& p;
   unsigned char* shared;
+  const unsigned char* table;   // of PairTable
   float out[DIM_TILES][GROUPS][4], sum[GROUPS][2];
   uint32_t operand[2][AT_ONCE][4];   // of the products on their way, by turns
+  uint32_t phases = 0;   // WHOLE_TILES: a bit for each arrival
+  int block_ahead = 0;   // of the first thread: the block of the tile that is asked for next
 
   __device__ __forceinline__ float* at(int offset) const { return reinterpret_cast<float*>(shared + offset); }
   __device__ __forceinline__ unsigned char* key_tile(int tile) const { return shared + M::TILE_KEYS + tile % M::KEY_RING * K_HEAD; }
@@ -89,7 +94,7 @@ template <int ROWS> struct Columns {
   __device__ __forceinline__ void score(const Item& item, const unsigned char* keys, int start, bool whole, float (&scores)[GROUPS][4]) {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3, low = warp * 16 + g;
     const unsigned char* q = shared + M::Q;
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(shared + M::PAIR);
+    const PairTable<M::COPIES> pairs(table);
     constexpr int PARTS = TURNED_KEYS ? HEAD_DIM / BLOCK_DIMS : 1;
     float part[PARTS][GROUPS][4];
 #pragma unroll
@@ -248,11 +253,12 @@ template <int ROWS> struct Columns {
 
   __device__ __forceinline__ void add_values(const unsigned char* values, int tile) {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3;
+    const FirstLevels levels(thread_index() >> 10);
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step) {
       const int turn = (KEY_GROUPS + step) % 2;
       uint32_t a[DIM_TILES][4];
-      value_tiles<4, DIM_TILES, TURNED_VALUES>(values, step * 16, warp, g, c, a);
+      value_tiles<4, DIM_TILES, TURNED_VALUES>(levels, values, step * 16, warp, g, c, a);
 #pragma unroll
       for (int t = 0; t < DIM_TILES; ++t)
 #pragma unroll
@@ -286,13 +292,31 @@ template <int ROWS> struct Columns {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const { fetch_keys<THREADS>(p, item, tile, key_tile(tile)); }
-  __device__ __forceinline__ void copy_values(const Item& item, int tile) const { fetch_values<THREADS>(p, item, tile, value_tile(tile)); }
+  __device__ __forceinline__ uint64_t* arrival(int tile) const { return reinterpret_cast<uint64_t*>(shared + M::ARRIVALS) + tile % 2; }
+  __device__ __forceinline__ void start_arrivals() const {
+    if (WHOLE_TILES && threadIdx.x == 0) arrival_init(arrival(0), 1), arrival_init(arrival(1), 1), arrival_publish();
+  }
   // After the barrier of round `tile`: nobody needs the keys of this tile and the values of the one before any more.
-  __device__ __forceinline__ void refill(const Item& item, int tile) const {
-    copy_keys(item, tile + M::KEY_RING);
-    copy_values(item, tile - 1 + M::VALUE_RING);
-    copy_async_commit();
+  __device__ __forceinline__ void refill(const Item& item, int tile) {
+    if constexpr (WHOLE_TILES) {
+      static_assert(M::KEY_RING == 2 && M::VALUE_RING == 3, "keys and values of a tile are asked for together");
+      const int next = tile + 2, start = item.start + next * KEYS;
+      if (threadIdx.x == 0 && start < item.end) {
+        const unsigned char* block = p.blocks + block_ahead * p.block_bytes + p.layer_offset;
+        if (start + KEYS < item.end) look_ahead(item, next + 1);
+        const int rows = min(KEYS, item.end - start), key_bytes = (rows * K_ROW + 15) / 16 * 16, value_bytes = (rows * V_ROW + 15) / 16 * 16;
+        arrival_announce(arrival(next), key_bytes + value_bytes);
+        copy_whole(key_tile(next), block + item.head * K_HEAD, key_bytes, arrival(next));
+        copy_whole(value_tile(next), block + KV_VALUES + item.head * V_HEAD, value_bytes, arrival(next));
+      }
+    } else {
+      fetch_keys<THREADS>(p, item, tile + M::KEY_RING, key_tile(tile + M::KEY_RING));
+      fetch_values<THREADS>(p, item, tile - 1 + M::VALUE_RING, value_tile(tile - 1 + M::VALUE_RING));
+      copy_async_commit();
+    }
+  }
+  __device__ __forceinline__ void look_ahead(const Item& item, int tile) {
+    if (WHOLE_TILES && threadIdx.x == 0) block_ahead = p.block_tables[item.seq * p.max_blocks + (item.start + tile * KEYS) / BLOCK_POSITIONS];
   }
 
   // The block's next item is asked for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of
@@ -301,6 +325,7 @@ template <int ROWS> struct Columns {
     const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS), warp = thread_index() / 32;
     const bool all_old = item.end <= item.old;
     int taken = 0;
+    if (tiles > 0) look_ahead(item, 0);
     if (waits && !all_old) wait_for_earlier();
 #pragma unroll
     for (int tile = -2; tile < 0; ++tile) refill(item, tile);
@@ -310,7 +335,7 @@ template <int ROWS> struct Columns {
       load_queries(item);
       clear();
       publish_shared();
-      copy_async_wait<TURNED_VALUES ? 0 : 1>();
+      if (!WHOLE_TILES) copy_async_wait<TURNED_VALUES ? 0 : 1>();
     }
     if (threadIdx.x == 0) item.next = gridDim.x + taken;
     __syncthreads();
@@ -322,8 +347,9 @@ template <int ROWS> struct Columns {
       const unsigned char* values = value_tile(tile);
       uint32_t* raised = reinterpret_cast<uint32_t*>(shared + M::RAISED) + 4 * (tile & 1);
       float scores[GROUPS][4], more[GROUPS][2];
+      if constexpr (WHOLE_TILES) arrival_wait(arrival(tile), phases >> tile % 2), phases ^= 1 << tile % 2;
       score(item, key_tile(tile), start, whole, scores);
-      copy_async_wait<0>();   // of the tiles that were asked for a round ago; the barrier shows them to all
+      if (!WHOLE_TILES) copy_async_wait<0>();   // of the tiles that were asked for a round ago; the barrier shows them to all
 #pragma unroll 1
       for (int again = 0;; ++again) {
         const float largest = whole ? weigh<true>(values, tile, scores, more) : weigh<false>(values, tile, scores, more);

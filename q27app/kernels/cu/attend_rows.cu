@@ -12,18 +12,20 @@
 extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_constant__ Attend p) {
   __align__(16) __shared__ float work[8][HEAD_DIM];
   allow_next();
-  wait_for_earlier();
   const int row = blockIdx.x, warp = threadIdx.x / 32, task = blockIdx.y * 8 + warp;
-  if (row == 0 && blockIdx.y == 0 && threadIdx.x < COUNTERS && p.counter) p.counter[threadIdx.x] = 0;
   int seq = 0;
   while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  const RowPlace to(p, seq, row);   // like the weights nothing that an earlier kernel makes
+  const NormWeights norm(task < NUM_KV_HEADS ? p.k_norm : p.q_norm);
+  wait_for_earlier();
+  if (row == 0 && blockIdx.y == 0 && threadIdx.x < COUNTERS && p.counter) p.counter[threadIdx.x] = 0;
   if (task < NUM_KV_HEADS) {
-    write_key(p, seq, row, task, work[warp]);
+    write_key(p, to, norm, row, task, work[warp]);
   } else if (task < 2 * NUM_KV_HEADS) {
-    write_value(p, seq, row, task - NUM_KV_HEADS);
+    write_value(p, to, row, task - NUM_KV_HEADS);
   } else if (task < 2 * NUM_KV_HEADS + NUM_HEADS && p.q_half) {
     const long long at = (long long)row * NUM_HEADS + task - 2 * NUM_KV_HEADS;
-    const float factor = write_query(p, row, task - 2 * NUM_KV_HEADS, work[warp], p.q_half + at * HEAD_DIM);
+    const float factor = write_query(p, norm, row, task - 2 * NUM_KV_HEADS, work[warp], p.q_half + at * HEAD_DIM);
     if (threadIdx.x % 32 == 0) p.q_factor[at] = factor;
   }
 }
@@ -32,11 +34,10 @@ extern "C" __global__ void __launch_bounds__(256) store_rows(const __grid_consta
   const int row = blockIdx.x, task = blockIdx.y * 8 + threadIdx.x / 32;
   int seq = 0;
   while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  const RowPlace to(p, seq, row);
   if (task < NUM_KV_HEADS) {
-    const int at = p.positions[row];
-    store_row<KEY_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + task) * HEAD_DIM,
-                        kv_block(p, seq, at) + task * K_HEAD + at % BLOCK_POSITIONS * K_ROW);
+    store_row<KEY_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + task) * HEAD_DIM, to.key(task));
   } else if (task < 2 * NUM_KV_HEADS) {
-    write_value(p, seq, row, task - NUM_KV_HEADS);
+    write_value(p, to, row, task - NUM_KV_HEADS);
   }
 }

@@ -53,13 +53,23 @@ __device__ __forceinline__ unsigned char* kv_block(const Attend& p, int seq, int
   return p.blocks + block * p.block_bytes + p.layer_offset;
 }
 
+// A lane's share of the weights of a head's norm.
+struct NormWeights {
+  static constexpr int PER_LANE = HEAD_DIM / 32;
+  float weight[PER_LANE];
+  __device__ __forceinline__ explicit NormWeights(const float* norm) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) weight[i] = norm[threadIdx.x % 32 + 32 * i];
+  }
+};
+
 // One warp: norm over the head, rotary angles on the first ROTARY_DIM dimensions. Leaves [HEAD_DIM] in work.
-__device__ __forceinline__ void norm_rope(const Attend& p, const float* source, const float* norm, int row, float* work) {
+__device__ __forceinline__ void norm_rope(const Attend& p, const float* source, const NormWeights& norm, int row, float* work) {
   const int lane = threadIdx.x % 32;
   constexpr int PER_LANE = HEAD_DIM / 32, HALF = ROTARY_DIM / 2;
-  float value[PER_LANE], weight[PER_LANE], squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) weight[i] = norm[lane + 32 * i];
+  float value[PER_LANE], squares = 0.0f;
+  const float2* angles = reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF;
+  float2 turned = lane < HALF ? angles[lane] : make_float2(1.0f, 0.0f);   // on its way beside the values
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     value[i] = source[lane + 32 * i];
@@ -68,12 +78,11 @@ __device__ __forceinline__ void norm_rope(const Attend& p, const float* source, 
   const float rms = rsqrtf(warp_sum(squares) / (float)HEAD_DIM + p.eps);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = value[i] * rms * weight[i];
+  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = value[i] * rms * norm.weight[i];
   __syncwarp();
-  const float2* angles = reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF;
   for (int d = lane; d < HALF; d += 32) {
     const float a = work[d], b = work[d + HALF];
-    const float2 turned = angles[d];
+    if (d != lane) turned = angles[d];
     work[d] = fmaf(a, turned.x, -__fmul_rn(b, turned.y));
     work[d + HALF] = fmaf(b, turned.x, __fmul_rn(a, turned.y));
   }
@@ -102,23 +111,29 @@ template <int CODE> __device__ __forceinline__ void store_row(const float* value
   }
 }
 
+// Where a row enters the cache: the layer's part of a block, and which of its positions.
+struct RowPlace {
+  unsigned char* block;
+  int slot;
+  __device__ __forceinline__ RowPlace(const Attend& p, int seq, int row) : block(kv_block(p, seq, p.positions[row])), slot(p.positions[row] % BLOCK_POSITIONS) {}
+  __device__ __forceinline__ unsigned char* key(int head) const { return block + head * K_HEAD + slot * K_ROW; }
+  __device__ __forceinline__ unsigned char* value(int head) const { return block + KV_VALUES + head * V_HEAD + slot * V_ROW; }
+};
+
 // One warp: the key, or the value, of a row and key head into the cache. work: [HEAD_DIM] floats.
-__device__ __forceinline__ void write_key(const Attend& p, int seq, int row, int head, float* work) {
-  const int at = p.positions[row];
-  norm_rope(p, p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + head) * HEAD_DIM, p.k_norm, row, work);
-  store_row<KEY_CODE>(work, kv_block(p, seq, at) + head * K_HEAD + at % BLOCK_POSITIONS * K_ROW);
+__device__ __forceinline__ void write_key(const Attend& p, const RowPlace& to, const NormWeights& norm, int row, int head, float* work) {
+  norm_rope(p, p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + head) * HEAD_DIM, norm, row, work);
+  store_row<KEY_CODE>(work, to.key(head));
 }
-__device__ __forceinline__ void write_value(const Attend& p, int seq, int row, int head) {
-  const int at = p.positions[row];
-  const float* values = p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM;
-  store_row<VALUE_CODE>(values, kv_block(p, seq, at) + KV_VALUES + head * V_HEAD + at % BLOCK_POSITIONS * V_ROW);
+__device__ __forceinline__ void write_value(const Attend& p, const RowPlace& to, int row, int head) {
+  store_row<VALUE_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM, to.value(head));
 }
 
 // One warp: a query row as fp16 in the keys' frame, scaled by a power of two; returns what brings a product back and divides
 // by sqrt(D).
-__device__ __forceinline__ float write_query(const Attend& p, int row, int head, float* work, uint16_t* target) {
+__device__ __forceinline__ float write_query(const Attend& p, const NormWeights& norm, int row, int head, float* work, uint16_t* target) {
   const int lane = threadIdx.x % 32;
-  norm_rope(p, p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM, p.q_norm, row, work);
+  norm_rope(p, p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM, norm, row, work);
   if constexpr (TURNED_KEYS) {
 #pragma unroll
     for (int half = 0; half < HEAD_DIM / BLOCK_DIMS; ++half) {

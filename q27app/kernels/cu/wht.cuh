@@ -99,12 +99,19 @@ template <int LOW> __device__ __forceinline__ float level_of(int index) {
   return index >> LOW & 1 ? levels[low] : -levels[COUNT - low];
 }
 
-// Halves of two neighbouring numbers of one row, by their low bits (2 x LOW) and above them the two highest bits.
-template <int LOW> __device__ __forceinline__ uint32_t level_pair(int entry) {
-  const int low = (1 << LOW) - 1, high = entry >> 2 * LOW;
-  return half2_from_floats(level_of<LOW>((entry & low) | (high & 1) << LOW), level_of<LOW>((entry >> LOW & low) | (high >> 1) << LOW));
-}
+// Entries of a table of two neighbouring numbers of one row, by their low bits (2 x LOW) and above them the two highest bits.
 __host__ __device__ constexpr int level_pairs(int low) { return 1 << (2 * low + 2); }
+
+// Four bytes of a and b, of which each is named by a nibble of selector below 8; what lies above the four lowest nibbles does not count.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef Q27_ON_HOST
+  return __byte_perm(a, b, selector);
+#else   // __byte_perm would clear the fourth bit of every nibble first
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+#endif
+}
 
 // N words that begin at an address that is a multiple of 4 (`shifted` false) or lies 2 above one.
 template <int N> __device__ __forceinline__ void read_words(const unsigned char* at, bool shifted, uint32_t (&out)[N]) {
@@ -131,30 +138,44 @@ __device__ __forceinline__ uint32_t spread_indices(uint32_t low, uint32_t high) 
   return index + 4 * high;
 }
 
-// The levels of 3-bit numbers as halves: low bytes of indices 0 to 3, 4 to 7, then the high bytes.
-constexpr uint32_t LOW_BYTES_3[2] = {0x8c479a16u, 0x169a478cu};
-constexpr uint32_t HIGH_BYTES_3[2] = {0xa5acafb2u, 0x322f2c25u};
+// The levels of 3-bit numbers as halves: low bytes of indices 0 to 3 and 4 to 7, then the high bytes.
+constexpr uint32_t LOW_FIRST = 0x8c479a16u, LOW_SECOND = 0x169a478cu, HIGH_FIRST = 0xa5acafb2u, HIGH_SECOND = 0x322f2c25u;
 
-// The same eight numbers of two rows (spread_indices) -> out[i]: halves of number i, the first row's in the low half.
-__device__ __forceinline__ void pair_rows(uint32_t a, uint32_t b, uint32_t (&out)[8]) {
-  const uint32_t even = (a & 0x0f0f0f0fu) | (b << 4 & 0xf0f0f0f0u), odd = (a >> 4 & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u);
-  // even: numbers 0, 4 below, 1, 5 above; odd: 2, 6 below, 3, 7 above.
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const uint32_t select = (part < 2 ? even : odd) >> (16 * (part % 2));
-    const uint32_t low = __byte_perm(LOW_BYTES_3[0], LOW_BYTES_3[1], select), high = __byte_perm(HIGH_BYTES_3[0], HIGH_BYTES_3[1], select);
-    const int number = part / 2 * 2 + part % 2;
-    out[number] = __byte_perm(low, high, 0x5140), out[number + 4] = __byte_perm(low, high, 0x7362);
-  }
+// Bits of a where the mask has them, of b elsewhere.
+__device__ __forceinline__ uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
+#ifdef Q27_ON_HOST
+  return a & mask | b & ~mask;
+#else   // which the compiler makes two operations of
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
+  return out;
+#endif
 }
 
-// Eight 3-bit numbers (spread_indices), four of one row and then the same four of another -> out[i]: halves of number i, the
-// first row's in the low half.
-__device__ __forceinline__ void pair_halves(uint32_t index, uint32_t (&out)[4]) {
+// A byte of each of four rows, the low one.
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return pick_bytes(pick_bytes(a, b, 0x0040), pick_bytes(c, d, 0x0040), 0x5410);
+}
+
+// The first four levels of 3-bit numbers, low and high bytes. none: a 0 that the compiler does not know, so that they stay in registers
+// where it would move them there anew for every look-up.
+struct FirstLevels {
+  uint32_t low, high;
+  __device__ __forceinline__ explicit FirstLevels(uint32_t none) : low(LOW_FIRST + none), high(HIGH_FIRST + none) {}
+};
+
+// Four 3-bit numbers of each of four rows -> out[n][i]: number n as halves, of row 2 i in the low half and of row 2 i + 1. Byte r of
+// low: the low bits of row r; the low nibble of byte r of high: its highest bits.
+__device__ __forceinline__ void halves_of_rows(const FirstLevels& first, uint32_t low, uint32_t high, uint32_t (&out)[4][2]) {
+  // An index a nibble: numbers 0 and 2 of each row, then 1 and 3. A product brings two bits to their places at once; where its parts meet, between, nobody looks.
+  const uint32_t even = merge_bits((high & 0x05050505u) * 20u, low, 0xccccccccu);
+  const uint32_t odd = merge_bits((high & 0x0a0a0a0au) * 10u, low >> 2, 0xccccccccu);
 #pragma unroll
-  for (int part = 0; part < 2; ++part) {   // numbers 0, 2 below, 1, 3 above
-    const uint32_t select = index >> (16 * part);
-    const uint32_t low = __byte_perm(LOW_BYTES_3[0], LOW_BYTES_3[1], select), high = __byte_perm(HIGH_BYTES_3[0], HIGH_BYTES_3[1], select);
-    out[part] = __byte_perm(low, high, 0x6240), out[2 + part] = __byte_perm(low, high, 0x7351);
-  }
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const uint32_t index = (n ? odd : even) >> (16 * i);
+      const uint32_t lower = pick_bytes(first.low, LOW_SECOND, index), upper = pick_bytes(first.high, HIGH_SECOND, index);
+      out[n][i] = pick_bytes(lower, upper, 0x6240), out[2 + n][i] = pick_bytes(lower, upper, 0x7351);
+    }
 }

@@ -336,7 +336,7 @@ UNSEEN inline void arrival_wait(uint64_t* arrival, int phase) {
 }
 UNSEEN inline void copy_whole(void* shared, const void* global, int bytes, uint64_t* arrival) {
   race_access(shared, bytes, BULK_WRITE), race_event(BULK_DONE, arrival, 0);
-  memcpy(shared, global, bytes);
+  for (int i = 0; i < bytes; i += 16) memcpy(static_cast<char*>(shared) + i, emulated::found(static_cast<const char*>(global) + i), 16);
   arrival_of(arrival)->bytes -= bytes;
   arrival_check(arrival_of(arrival));
 }
