@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 import time
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Reading:
         self.seconds = 0.0
         try:
             readers.submit(self._begin)
-        except RuntimeError:
+        except RuntimeError:   # no thread was to be had; one may still come to it later
+            self._is_stopped = True
             self._end(is_damaged=True, is_files_fault=False)
 
     @property
@@ -88,8 +89,10 @@ class Reading:
                 if again is None or again.digests != entry.digests or not np.array_equal(again.tokens, entry.tokens):
                     return self._end(is_damaged=True, is_files_fault=again is None)   # else another process has written it anew
                 self._data = np.empty(entry.slot_bytes + entry.num_tokens // BLOCK_POSITIONS * entry.block_bytes, np.uint8)
-                helpers = [self._readers.submit(self._work, file.fileno()) for _ in range(min(READERS, count) - 1)]
+                helpers: list[Future] = []
                 try:
+                    for _ in range(min(READERS, count) - 1):
+                        helpers.append(self._readers.submit(self._work, file.fileno()))
                     self._work(file.fileno())
                 finally:
                     with self._changed:

@@ -270,40 +270,6 @@ def test_a_file_is_deleted_for_its_own_faults_alone(tmp_path, monkeypatch):
     cache.close()
 
 
-def held_check(monkeypatch) -> tuple[threading.Event, list[int]]:
-    """Chunks are checked when the event is set; how many have been."""
-    gate, seen, check = threading.Event(), [], disk_reading.is_digest
-    monkeypatch.setattr(disk_entry, "CHUNK", 50)
-    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: seen.append(1) or gate.wait(20) and check(*rest))
-    return gate, seen
-
-
-def test_a_reading_that_is_stopped_begins_no_other_chunk(tmp_path, monkeypatch):
-    gate, seen = held_check(monkeypatch)
-    entry = read_head(write(tmp_path), MARK)
-    with ThreadPoolExecutor(1) as readers:
-        begun, queued = Reading(entry, readers), Reading(entry, readers)
-        while not seen:
-            time.sleep(0.001)
-        begun.stop(), queued.stop()
-        gate.set()
-        assert whole(begun) is None and whole(queued) is None
-    assert len(seen) == 1 < len(entry.digests)
-    assert not begun.is_files_fault and not queued.is_files_fault
-
-
-def test_closing_does_not_wait_for_what_is_read_early(tmp_path, monkeypatch):
-    gate, seen = held_check(monkeypatch)
-    entry = read_head(write(tmp_path), MARK)
-    cache = open_cache(tmp_path)
-    cache.read_early(1000, 512, 100)
-    while len(seen) < min(disk_entry.READERS, len(entry.digests)):
-        time.sleep(0.001)
-    threading.Timer(0.2, gate.set).start()
-    cache.close()
-    assert len(seen) <= disk_entry.READERS and entry.path.exists()
-
-
 def flip(path, rng) -> None:
     data = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 2, 50])):
