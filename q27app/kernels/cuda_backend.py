@@ -258,7 +258,7 @@ class CudaBackend:
         if batch.num_seqs > MAX_SEQS or batch.num_rows > self.scratch.max_rows:
             raise Q27Error(f"a pass of {batch.num_rows} rows of {batch.num_seqs} sequences, expected at most "
                            f"{self.scratch.max_rows} of {MAX_SEQS}.")
-        self.batch, self.state = batch, state
+        self.batch, self.state, self._kept_of = batch, state, None
         self.is_prefill = batch.phase == "prefill"
         self.area = self._areas[0 if batch.phase == "draft" else 1 if batch.num_rows <= SMALL_ROWS else 2]
         self.area.put(batch)

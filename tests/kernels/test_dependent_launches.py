@@ -13,7 +13,9 @@ from q27app.engine.request import Request, SamplingParams
 from q27app.kernels.compiler import SOURCES, expand
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.synthetic import synthesize
+from tests.kernels import cuda_checks
 from tests.kernels.counting_device import CARDS, CountingDevice
+from tests.kernels.made import make_batch
 
 WAIT = "wait_for_earlier"
 _MACRO = re.compile(r"^#define (\w+)\((NAME)?[^)]*\)(?:.*\\\n)*.*\n", re.MULTILINE)
@@ -137,3 +139,20 @@ def test_whoever_looks_early_comes_after_a_kernel_that_started_when_all_before_i
             has_moved = False
         assert not (has_moved and (name.startswith("attend_") or name in ("delta_step", "delta_one", "delta_many", "delta_fold"))), f"{name} may see old positions"
     assert device.puts and {"follow", "draft_turn", "take_drafts", "rope_angles"} <= seen
+
+
+def test_each_deferred_pass_keeps_its_own_hidden_rows():
+    """Also where two have the same arrays; once where it is committed before a chain begins behind it."""
+    device = NotingDevice(CARDS["wide"])
+    backend = CudaBackend(device)
+    state, rows = cuda_checks.open_state(backend, 256), cuda_checks.sampling_rows(1)
+    backend._final = backend.empty((16, 256), "float32", "final")
+    batch = make_batch("verify", [[5, 6, 7]], [3], [0], [[0]], deferred=True)
+    for commits, ahead in ((False, True), (False, True), (True, True), (True, False)):
+        before = len(device.launches)
+        backend.begin(batch, state)
+        if commits:
+            backend.commit()
+        if ahead:
+            backend.begin_ahead(rows)
+        assert [name for name, _ in device.launches[before:]].count("keep_hidden") == 1, (commits, ahead)
