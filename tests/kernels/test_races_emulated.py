@@ -68,7 +68,7 @@ def test_rings_and_copies_of_attention(name):
     device = EmulatedDevice(CARD, watched=ATTEND)
     attend(device, name)
     found = device.races()
-    assert found.matrix_reads and found.copies
+    assert found.matrix_reads and (found.bulk_copies if name.startswith("turbo") else found.copies)   # turned tiles come whole
     assert_clean(found)
 
 
