@@ -58,6 +58,11 @@ class Card:
         """Shared memory that the blocks of a multiprocessor divide; each takes BLOCK_SHARED of it beside its own."""
         return self.shared_bytes + BLOCK_SHARED
 
+    @property
+    def row_ring(self) -> int:
+        """Units of 8 rows that a warp of the row family has on their way through shared memory (row_ring.cuh); 0: they are read as needed."""
+        return 4 if self.is_wide else 0
+
     def linear_tiles_defines(self) -> dict[str, int]:
         return {"WARPGROUPS": int(self.has_warpgroups), "TILE_SHARED": self.sm_shared}
 

@@ -59,7 +59,7 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:
     """Defines of the sources that know no model, by source."""
-    known = {"linear_tiles": card.linear_tiles_defines()}
+    known = {"linear_tiles": card.linear_tiles_defines(), "linear_rows": {"ROW_RING": card.row_ring}}
     return {source: known.get(source, {}) for source in FIXED_SOURCES}
 
 

@@ -8,7 +8,7 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_ready import ReadyRows, part_of
 from q27app.kernels.cuda_weights import (
-    KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
+    FUSED_ROWS, KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
     rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
@@ -17,8 +17,6 @@ KIND_NAMES = {KIND_F16: "f16", KIND_Q8: "q8", KIND_Q4: "q4"}
 SHORT_ROW = 6144
 """Numbers of a row that halve_short_rows holds."""
 MOST_ROWS = 16
-FUSED_ROWS = 2
-"""Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class LinearStages:
         if gated:
             rows_in.gate, rows_in.gate_stride = gated.gate + 4 * gated.stride * start, gated.stride
         rows_in.cols, rows_in.units, rows_in.wrap, rows_in.x_stride = weight.shape[1], weight.units, weight.wrap, x.shape[1]
-        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True, weight.shares.places) <= card.shared_bytes   # very wide rows are not
+        fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True, weight.shares.places, card.row_ring) <= card.shared_bytes   # very wide rows are not
         rows_in.row_groups = 2 if rows > 8 else 1
         if not fused:
             rows_in.halves, rows_in.starts, rows_in.inverse = backend.scratch.staged
@@ -131,14 +129,14 @@ class LinearStages:
         args = cuda_args.LinearRows(rows_in=rows_in)
         if ready is not None:
             args.ready = part_of(ready, start)
-        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places)
+        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places, card.row_ring)
         self._launch_rows(f"{source}_{stage}", args, weight, out, start, rows, shared)
 
     def _ready_rows(self, weight: CudaWeight, ready: cuda_args.Ready, x: CudaBuffer, start: int, rows: int) -> None:
         """add_linear of rows that gate_up left ready; ready: from row `start` on."""
         args = cuda_args.LinearRows()
         args.rows_in.cols, args.rows_in.units, args.rows_in.wrap, args.rows_in.ready = weight.shape[1], weight.units, weight.wrap, ready
-        shared = rows_shared_bytes(rows, 0, False, weight.shares.places, rows <= FUSED_ROWS)
+        shared = rows_shared_bytes(rows, 0, False, weight.shares.places, self._backend.device.card.row_ring, True)
         source = "few" if rows <= FUSED_ROWS else "halves" if rows <= 8 else "wide"
         self._launch_rows(f"ready_{source}_add", args, weight, x, start, rows, shared)
 

@@ -30,7 +30,7 @@ UNIT_COLS, TILE_ROWS, GROUP_TILES, BLOCK_WARPS, ROUND_GROUPS = 64, 16, 2, 16, 36
 
 def round_places(shared_bytes: int) -> int:
     """Groups that a warp may be in between two barriers of the row family, so that 16 rows' sums fit."""
-    return 3 if rows_shared_bytes(16, 0, False, 3) <= shared_bytes else 2
+    return 3 if rows_shared_bytes(16, 0, False, 3, 0) <= shared_bytes else 2
 
 
 WHOLE_LOSS = 0.04
@@ -38,6 +38,13 @@ WHOLE_LOSS = 0.04
 
 BORDER_BYTES = GROUP_TILES * 16 * TILE_ROWS * 4
 """Of the sums that a block leaves to the next."""
+
+FUSED_ROWS = 2
+"""Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
+RING_UNIT_BYTES = 8 * UNIT_COLS * 2 + 64
+"""Of 8 rows' halves and starts (row_ring.cuh)."""
+RING_READY_BYTES = 64
+"""So much more where sums take the place of starts."""
 
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
@@ -187,12 +194,15 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaW
     return replace(weight, nbytes=0, segments=segments, shares=shares)
 
 
-def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, few: bool = False) -> int:
+def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int, ready: bool = False) -> int:
     """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones; fused: rows that every block converts;
-    few: two rows at most that were left ready."""
-    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if fused or few else 8) * 20 * 4
+    ring: Card.row_ring; ready: rows that were left ready."""
+    is_few = fused or ready and rows <= FUSED_ROWS
+    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if is_few else 8) * 20 * 4
     fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4
-    return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
+    if is_few:
+        return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
+    return fixed + sums + BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
 
 
 def unit_count(tensor: "Tensor") -> int:

@@ -96,8 +96,9 @@ def test_shares_of_the_27b_are_even():
 def test_every_block_fits_the_card(number):
     for units in (80, 96, 272):
         for rows in ROW_COUNTS:
-            assert rows_shared_bytes(rows, units, False, round_places(CARDS[number].shared_bytes)) <= CARDS[number].shared_bytes
-        assert rows_shared_bytes(2, units, True, 2) <= CARDS[number].shared_bytes
+            for ready in (False, True):
+                assert rows_shared_bytes(rows, units, False, round_places(CARDS[number].shared_bytes), CARDS[number].row_ring, ready) <= CARDS[number].shared_bytes
+        assert rows_shared_bytes(2, units, True, 2, CARDS[number].row_ring) <= CARDS[number].shared_bytes
 
 
 SPECS = {

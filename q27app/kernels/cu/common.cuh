@@ -35,6 +35,11 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   unsigned address = (unsigned)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(wanted ? 16 : 0) : "memory");
 }
+// Through the first cache, by the lanes where it is `wanted`; no branch.
+__device__ __forceinline__ void copy_async_near_16(void* shared, const void* global, bool wanted) {
+  unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 16; }" ::"r"(address), "l"(global), "r"((unsigned)wanted) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

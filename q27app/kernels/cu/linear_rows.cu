@@ -15,14 +15,15 @@
 // before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
 // One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before. The
-// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
-#include "row_shares.cuh"
+// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh). What was
+// converted comes through rings (row_ring.cuh) on cards with room for them.
+#include "row_ring.cuh"
 
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_, COLUMNS = COLUMNS_;   // COLUMNS: rows of 8 whose sums are kept
-  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2;
+  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2, RINGED = !FEW && ROW_RING;   // RINGED: Q4's units
   static constexpr int TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
   static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
@@ -34,8 +35,9 @@ template <class S> struct Memory {   // the block's shared memory
   float4* starts;       // FUSED: [units]
   uint16_t* rows;       // FUSED: [rows][stride]
   float* sums;          // [warps][places][tiles][NB][TILE_SUMS]
+  unsigned char* rings; // RINGED: [warps][RowRing::BYTES]
   int stride;
-  __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows) {
+  __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows, int places) {
     inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
     edges = reinterpret_cast<int*>(stats + 2 * 2 * WARPS);
@@ -43,6 +45,7 @@ template <class S> struct Memory {   // the block's shared memory
     stride = units * UNIT_COLS + 8;
     rows = reinterpret_cast<uint16_t*>(starts + (S::FUSED ? units : 0));
     sums = reinterpret_cast<float*>(rows + (S::FUSED ? num_rows * stride : 0));
+    rings = reinterpret_cast<unsigned char*>(sums + BLOCK_WARPS * places * S::PLACE_SUMS);
   }
 };
 
@@ -100,9 +103,7 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
     } else if constexpr (S::SOURCE == READY) {
       const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.ready.records) + unit * (READY_BYTES / 16) + (j * (READY_BYTES / 16) + nb * 64) + mine;
       low = from[0], high = from[32];
-      float sums[4];   // -2^-17 times a sixteenth of the sum: Q4's start
-      mma_f16_short(sums, 0x80808080u, 0x80808080u, reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + mine]);
-      start[nb] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      start[nb] = ready_start(reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + mine]);
     } else {
       const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.halves) + unit * (S::NB * 64) + (j * S::NB + nb) * 64 + lane;
       low = from[0], high = from[32];
@@ -113,14 +114,16 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
   }
 }
 
-// The products of half a step.
-template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int mine, int unit, const Flight& flight, int half, int lane,
-                                                                           float (&acc)[GROUP_TILES][S::NB][4]) {
+// The products of half a step. ring: of RINGED's Q4; from `next` on are the units after the step, if there are `more`.
+template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const RowRing<S::NB, S::SOURCE>& ring, const uint16_t* row, int mine, int unit, int next, bool more,
+                                                                           const Flight& flight, int half, int lane, float (&acc)[GROUP_TILES][S::NB][4]) {
 #pragma unroll
   for (int j = 0; j < Step<KIND>::HALF; ++j) {
     uint32_t b[S::NB][8];
     float4 start[S::NB];
-    activations<S>(p, m, row, mine, unit, KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j, lane, b, start);
+    const int n = KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j;
+    if constexpr (KIND == KIND_Q4 && S::RINGED) ring.take(n % ring.UNITS, lane, b, start);
+    else activations<S>(p, m, row, mine, unit, n, lane, b, start);
     if constexpr (KIND == KIND_F16) {
       multiply_words<KIND, S::NB>(flight.words[half], 0u, b, start, acc[half]);
     } else {
@@ -129,6 +132,11 @@ template <int KIND, class S> __device__ __forceinline__ void multiply_half(const
         const int i = KIND == KIND_Q4 ? 2 * j + t : 2 * t;
         multiply_words<KIND, S::NB>(flight.words[half] + i, flight.scales[half][i], b, start, acc[t]);
       }
+    }
+    if constexpr (KIND == KIND_Q4 && S::RINGED) {
+      const int ahead = n + ring.UNITS, units = Step<KIND>::UNITS;
+      __syncwarp();
+      ring.copy(p.rows_in, n % ring.UNITS, ahead < units ? unit + ahead : next + ahead - units, lane, ahead < units || more);
     }
   }
 }
@@ -156,19 +164,25 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
   const int groups = (num_tiles + GROUP_TILES - 1) / GROUP_TILES;
   const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + (lane & 3) * 16;
   const int mine = S::FEW ? min(lane >> 2, p.rows - 1) * 4 + (lane & 3) : lane;
+  const RowRing<S::NB, S::SOURCE> ring{m.rings + warp * RowRing<S::NB, S::SOURCE>::BYTES};
+  if constexpr (KIND == KIND_Q4 && S::RINGED) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < ring.UNITS; ++n) ring.copy(p.rows_in, n, way.unit + n, lane, true);
+  }
   bool more;
 #pragma unroll 1
   do {
     const int unit = way.unit, second = way.second;
     const bool crosses = ++way.step == group_steps;
     way.at += Step<KIND>::BYTES, way.unit += Step<KIND>::UNITS, --way.left;
-    if (way.unit == staged) way.unit = 0;
+    if (S::RINGED && KIND != KIND_F16 ? crosses : way.unit == staged) way.unit = 0;   // the same but for F16's wrap; 16 rows lack the register
     if (crosses) way.at += second, ++way.group, way.step = 0;
     if (crosses) way.second = way.group * GROUP_TILES + 1 < num_tiles ? tile_bytes : 0;
     more = way.left > 0 && way.group < groups;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      multiply_half<KIND, S>(p, m, row, mine, unit, flight, half, lane, acc);
+      multiply_half<KIND, S>(p, m, ring, row, mine, unit, way.unit, more, flight, half, lane, acc);
       fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
     if (crosses || way.left == 0) {
@@ -238,7 +252,7 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
   allow_next();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Memory<S> m;
-  m.open(shared, staged_units(p.rows_in), p.rows);
+  m.open(shared, staged_units(p.rows_in), p.rows, p.places);
 #pragma unroll 1
   for (int round = 0; round < p.rounds; ++round) {
     Flight flight = {};

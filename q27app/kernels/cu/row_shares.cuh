@@ -62,3 +62,10 @@ struct Share {
   }
   __device__ __forceinline__ int warp_start(int warp) const { return low + ((high - low) * warp >> 4); }
 };
+
+// Where Q4 begins with a unit that was left ready: -2^-17 times a sixteenth of the sum of 64, by the lanes' sums of 16.
+__device__ __forceinline__ float4 ready_start(uint32_t sums) {
+  float start[4];
+  mma_f16_short(start, 0x80808080u, 0x80808080u, sums);
+  return make_float4(start[0], start[1], start[2], start[3]);
+}

@@ -16,7 +16,7 @@ using std::min;
 #define __device__
 #define __global__
 #define __host__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __restrict__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -75,7 +75,7 @@ static void** arguments;
 static const unsigned char *late_at, *late_old;
 static size_t late_bytes;
 
-inline void yield() { emulated_switch(&fibers[current].sp, main_sp); }
+inline void yield() { emulated_switch(&fibers[current].sp, main_sp); asm volatile("" ::: "memory"); }   // others have run
 inline Warp& warp() { return warps[current / 32]; }
 inline void warp_barrier() {
   Warp& w = warp();
@@ -221,6 +221,11 @@ extern "C" void emulated_late(const void* at, const void* old, size_t bytes) {
 UNSEEN inline void copy_async_16(void* shared, const void* global, bool wanted = true) {
   race_access(shared, 16, COPY_WRITE);
   wanted ? memcpy(shared, emulated::found(global), 16) : memset(shared, 0, 16);
+}
+UNSEEN inline void copy_async_near_16(void* shared, const void* global, bool wanted) {
+  if (!wanted) return;
+  race_access(shared, 16, COPY_WRITE);
+  memcpy(shared, emulated::found(global), 16);
 }
 inline void copy_async_commit() { race_event(COPY_COMMITTED, nullptr, 0); }
 template <int PENDING> void copy_async_wait() { race_event(COPY_DONE, nullptr, PENDING); }
