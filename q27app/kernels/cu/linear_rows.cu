@@ -15,8 +15,8 @@
 // before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
 // One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before. The
-// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh). What was
-// converted comes through rings (row_ring.cuh) on cards with room for them.
+// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
+// What was converted comes through rings of each warp on cards with room for them (row_ring.cuh).
 #include "row_ring.cuh"
 
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
