@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
     pytest.mark.long,
 ]
-TILES, ATTEND = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"})
+TILES, ATTEND, ROWS = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"}), frozenset({"linear_rows"})
 
 
 def multiply(device: EmulatedDevice, monkeypatch, shape: str, dtype, rows: int = 150) -> None:
@@ -48,6 +49,14 @@ def attend(device: EmulatedDevice, name: str, is_whole: bool = True) -> None:
         assert attend_checks.check_attend(bench, 300, (12, 1, 8), "decode") < 5e-4
 
 
+def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] = (2, 3, 16)) -> None:
+    """Few rows by matrices whose groups lie in two warps or blocks: a warp's ring of activations begins anew in each of its segments."""
+    backend = CudaBackend(device)
+    stage = cuda_checks.Stage(backend, specs, 640, 1)
+    backend.empty((96, 640), "float32", "x")
+    assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 640), stage, "decode", counts) < cuda_checks.TENSOR_CORE_TOLERANCE
+
+
 def assert_clean(found: Races) -> None:
     assert found.thread_reads and found.thread_writes, "nothing was watched"
     assert found.races == 0, found.first
@@ -72,6 +81,14 @@ def test_rings_and_copies_of_attention(name):
     assert_clean(found)
 
 
+@pytest.mark.parametrize("specs", [[(130, F16), (200, Q4_G64), (200, Q4_G64)], [(72, Q4_G64)] * 2], ids=["three", "pair"])
+def test_rings_of_rows(specs):
+    device = EmulatedDevice(replace(CARD, num_sms=3), watched=ROWS)
+    multiply_rows(device, specs)
+    assert device.races().copies
+    assert_clean(device.races())
+
+
 def test_kernels_by_warps(monkeypatch):
     device = EmulatedDevice(SMALL_CARD, watched=TILES | ATTEND)
     multiply(device, monkeypatch, "medium", Q4_G64)
@@ -90,6 +107,11 @@ BROKEN_TILES = {
     "one warp fewer frees a place": ("arrival_init(ring.free(), S::TILES);", "arrival_init(ring.free(), S::TILES - 1);"),
     "barriers are used before they are there": ("    arrival_publish();\n  }\n  __syncthreads();\n  ring.stage = 0;", "  }\n  ring.stage = 0;"),
 }
+BROKEN_ROWS = {
+    "a place is free before all lanes have read it": ("linear_rows.cu", ("      __syncwarp();\n      ring.copy(", "      ring.copy(")),
+    "lanes read what others have not waited for": ("row_ring.cuh", ("    copy_async_wait<UNITS - 1>();\n    __syncwarp();", "    copy_async_wait<UNITS - 1>();")),
+    "a unit too few is waited for": ("row_ring.cuh", ("copy_async_wait<UNITS - 1>", "copy_async_wait<UNITS>")),
+}
 BROKEN_ATTEND = {
     "keys are free before their scores": ("      warpgroup_commit();\n      warpgroup_wait<0>();\n      warpgroup_settle(score);",
                                           "      warpgroup_commit();\n      warpgroup_settle(score);"),
@@ -100,7 +122,7 @@ BROKEN_ATTEND = {
 }
 
 
-def finds(tmp_path, name: str, change: tuple[str, str], watched: frozenset[str], run) -> str:
+def finds(tmp_path, name: str, change: tuple[str, str], watched: frozenset[str], run, card=CARD) -> str:
     """The first race of the kernels with one place of their sources changed, in a process of its own: it ends there, or stands still."""
     sources, message = tmp_path / "cu", tmp_path / "found.txt"
     shutil.copytree(SOURCES, sources)
@@ -114,7 +136,7 @@ def finds(tmp_path, name: str, change: tuple[str, str], watched: frozenset[str],
         os.dup2(os.open(message, os.O_CREAT | os.O_WRONLY), 2)
         os.environ["Q27_RACES_END"] = "1"
         try:
-            run(EmulatedDevice(CARD, None, watched, sources))
+            run(EmulatedDevice(card, None, watched, sources))
         finally:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -131,4 +153,10 @@ def test_a_broken_ring_of_products_is_found(monkeypatch, tmp_path, what):
 @pytest.mark.parametrize("what", BROKEN_ATTEND)
 def test_a_broken_ring_of_attention_is_found(tmp_path, what):
     found = finds(tmp_path, "attend_warpgroup.cuh", BROKEN_ATTEND[what], ATTEND - {"attend_decode"}, lambda device: attend(device, "fp8", False))
+    assert "unordered with" in found
+
+
+@pytest.mark.parametrize("what", BROKEN_ROWS)
+def test_a_broken_ring_of_rows_is_found(tmp_path, what):
+    found = finds(tmp_path, *BROKEN_ROWS[what], ROWS, lambda device: multiply_rows(device, [(200, Q4_G64)], (16,)), replace(CARD, num_sms=3))
     assert "unordered with" in found
