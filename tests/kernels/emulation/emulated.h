@@ -60,7 +60,9 @@ emulated_switch:
 
 namespace emulated {
 struct Fiber { void* sp; Dim index; bool done, waited; };
-struct Warp { uint64_t words[32][8]; int arrived, live; unsigned turn; };
+// What lanes hand each other lies in one half of words until the next exchange but one: a barrier in front of the reading is enough.
+using Words = uint64_t (*)[8];
+struct Warp { uint64_t words[2][32][8]; int arrived, live; unsigned turn; };
 constexpr size_t STACK = 64 * 1024;
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
@@ -77,6 +79,7 @@ static size_t late_bytes;
 
 inline void yield() { emulated_switch(&fibers[current].sp, main_sp); asm volatile("" ::: "memory"); }   // others have run
 inline Warp& warp() { return warps[current / 32]; }
+inline Words words() { return warp().words[warp().turn % 2]; }
 inline void warp_barrier() {
   Warp& w = warp();
   const unsigned turn = w.turn;
@@ -154,12 +157,11 @@ inline void run_grid(void (*function)(void**), const unsigned* grid, const unsig
       for (unsigned x = 0; x < grid[0]; ++x) { blockIdx = {x, y, z}; run_block(block[0] * block[1] * block[2], shared); }
 }
 template <class T> T exchange(T value, int source) {
-  const int lane = current % 32;
-  memcpy(warp().words[lane], &value, sizeof(T));
+  const Words shown = words();
+  memcpy(shown[current % 32], &value, sizeof(T));
   warp_barrier();
   T out;
-  memcpy(&out, warp().words[source], sizeof(T));
-  warp_barrier();
+  memcpy(&out, shown[source], sizeof(T));
   return out;
 }
 }  // namespace emulated
@@ -174,11 +176,11 @@ inline void __threadfence() {}
 template <class T> T __shfl_xor_sync(unsigned, T value, int distance) { return emulated::exchange(value, (emulated::current % 32) ^ distance); }
 template <class T> T __shfl_sync(unsigned, T value, int source) { return emulated::exchange(value, source & 31); }
 inline bool __any_sync(unsigned, bool value) {
-  emulated::warp().words[emulated::current % 32][0] = value;
+  const emulated::Words shown = emulated::words();
+  shown[emulated::current % 32][0] = value;
   emulated::warp_barrier();
   bool any = false;
-  for (int i = 0; i < emulated::warp().live; ++i) any |= emulated::warp().words[i][0] != 0;
-  emulated::warp_barrier();
+  for (int i = 0; i < emulated::warp().live; ++i) any |= shown[i][0] != 0;
   return any;
 }
 template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; return old; }
@@ -262,43 +264,40 @@ inline float exp2_quick(float value) { return exp2f(value); }
 inline uint32_t e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
 
 UNSEEN inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  emulated::Warp& w = emulated::warp();
+  const emulated::Words shown = emulated::words();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
-  memcpy(w.words[lane], mine, sizeof(mine));
+  float values[12];
+  for (int i = 0; i < 12; ++i) values[i] = half_to_float(i % 2 ? mine[i / 2] >> 16 : mine[i / 2] & 0xffff);
+  memcpy(shown[lane], values, sizeof(values));
   emulated::warp_barrier();
+  const auto value = [&](int from, int i) { return (double)reinterpret_cast<const float*>(shown[from])[i]; };
   for (int i = 0; i < 4; ++i) {
-    const int row = g, upper = i / 2, column = 2 * q + i % 2;
+    const int upper = i / 2, column = 2 * q + i % 2;
     double sum = c[i];
     for (int k = 0; k < 16; ++k) {
       const int kk = k % 8, part = k / 8;   // which register, which half
-      uint32_t a[6], b[6];
-      memcpy(a, w.words[row * 4 + kk / 2], sizeof(a));
-      memcpy(b, w.words[column * 4 + kk / 2], sizeof(b));
-      const uint32_t av = a[upper + 2 * part], bv = b[4 + part];
-      sum += (double)half_to_float(kk % 2 ? av >> 16 : av & 0xffff) * (double)half_to_float(kk % 2 ? bv >> 16 : bv & 0xffff);
+      sum += value(g * 4 + kk / 2, 2 * (upper + 2 * part) + kk % 2) * value(column * 4 + kk / 2, 8 + 2 * part + kk % 2);
     }
     c[i] = (float)sum;
   }
-  emulated::warp_barrier();
 }
 UNSEEN inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  emulated::Warp& w = emulated::warp();
+  const emulated::Words shown = emulated::words();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  memcpy(w.words[lane], mine, sizeof(mine));
+  memcpy(shown[lane], mine, sizeof(mine));
   emulated::warp_barrier();
   for (int i = 0; i < 4; ++i) {
     double sum = c[i];
     for (int k = 0; k < 8; ++k) {
       uint32_t left[6], right[6];
-      memcpy(left, w.words[g * 4 + k % 4], sizeof(left));
-      memcpy(right, w.words[(2 * q + i % 2) * 4 + k % 4], sizeof(right));
+      memcpy(left, shown[g * 4 + k % 4], sizeof(left));
+      memcpy(right, shown[(2 * q + i % 2) * 4 + k % 4], sizeof(right));
       sum += (double)__uint_as_float(left[i / 2 + 2 * (k / 4)] & 0xffffe000u) * (double)__uint_as_float(right[4 + k / 4] & 0xffffe000u);
     }
     c[i] = (float)sum;
   }
-  emulated::warp_barrier();
 }
 inline void mma_f16_from(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0,
                          float c1, float c2, float c3) {
@@ -381,24 +380,22 @@ inline void publish_shared() { race_event(PUBLISHED, nullptr, 0); }
 template <int COUNT> void give_registers() {}
 template <int COUNT> void take_registers() {}
 inline void load_matrices(uint32_t (&out)[4], const void* row) {
-  emulated::Warp& w = emulated::warp();
+  const emulated::Words shown = emulated::words();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
-  memcpy(w.words[lane], row, 16);
+  memcpy(shown[lane], row, 16);
   emulated::warp_barrier();
-  for (int i = 0; i < 4; ++i) memcpy(&out[i], reinterpret_cast<char*>(w.words[8 * i + g]) + 4 * q, 4);
-  emulated::warp_barrier();
+  for (int i = 0; i < 4; ++i) memcpy(&out[i], reinterpret_cast<char*>(shown[8 * i + g]) + 4 * q, 4);
 }
 inline void load_transposed(uint32_t (&out)[4], const void* row) {
-  emulated::Warp& w = emulated::warp();
+  const emulated::Words shown = emulated::words();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
-  memcpy(w.words[lane], row, 16);
+  memcpy(shown[lane], row, 16);
   emulated::warp_barrier();
   for (int i = 0; i < 4; ++i) {
     uint16_t low[8], high[8];
-    memcpy(low, w.words[8 * i + 2 * q], 16);
-    memcpy(high, w.words[8 * i + 2 * q + 1], 16);
+    memcpy(low, shown[8 * i + 2 * q], 16);
+    memcpy(high, shown[8 * i + 2 * q + 1], 16);
     out[i] = low[g] | (uint32_t)high[g] << 16;
   }
-  emulated::warp_barrier();
 }
 inline void sincos(double angle, double* sine, double* cosine) { *sine = sin(angle), *cosine = cos(angle); }
