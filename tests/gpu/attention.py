@@ -17,6 +17,7 @@ from q27app.kernels.kv_formats import kv_format
 from tests.gpu.big import timed
 from tests.gpu.checks import attempt, finish, limited, line, open_device
 from tests.kernels.attend_checks import AttendBench, check_attend, check_codes, fill
+from tests.kernels.made import begin_alone
 from tests.model.geometry import config_27b
 
 CONFIG = replace(config_27b(), intermediate_size=256, vocab_size=2048)
@@ -74,7 +75,7 @@ def speed(device, layers: int = 16, depths=DEPTHS) -> None:
         for rows in (1, 4, 8, 16):
             texts = []
             for position in depths:
-                backend.begin(bench.batch("decode", position, rows), bench.state)
+                begin_alone(backend, bench.batch("decode", position, rows), bench.state)
                 y, out = bench.y.rows(rows), bench.out.rows(rows)
                 run = lambda: [backend.attend(y, layer, out) for layer in bench.layer]  # noqa: E731
                 run()
@@ -82,7 +83,7 @@ def speed(device, layers: int = 16, depths=DEPTHS) -> None:
                 texts.append(f"{position}: {each:.1f} ({position * row_bytes / each / 1e6:.2f})")
             line(f"  {name}, {rows} rows: us (TB/s)", "  ".join(texts))
         for base in (7168, 130_048):
-            backend.begin(bench.batch("prefill", base, 1024), bench.state)
+            begin_alone(backend, bench.batch("prefill", base, 1024), bench.state)
             run = lambda: [backend.attend(bench.y, layer, bench.out) for layer in bench.layer[:4]]  # noqa: E731
             each = timed(backend, run, 4) * 1000 / 4
             line(f"  {name}, prefill of 1,024 at {base}", f"{each:.0f} us a layer, {24 * 4 * 256 * 1024 * (base + 512) / each / 1e6:.0f} TFLOP/s")

@@ -27,7 +27,7 @@ from q27app.weights.container import Tensor
 from tests.gpu import big, whole
 from tests.gpu.checks import attempt, finish, line, open_device
 from tests.kernels.cuda_checks import bound_model
-from tests.kernels.made import Lines, make_batch, relative_error
+from tests.kernels.made import Lines, begin_alone, make_batch, relative_error
 from tests.model.geometry import config_27b
 
 FORMATS = ("fp16", "fp8", "turbo5k", "turbo3")
@@ -49,7 +49,7 @@ def fill(backend: CudaBackend, state, layers, positions: int, table: list[int], 
     y = backend.upload(natural_rows(config, different, 7))
     for index, layer in enumerate(layers):
         backend.device.upload(y.address, natural_rows(config, different, index))
-        backend.begin(make_batch("prefill", [[0] * different], [0], [0], [table]), state)
+        begin_alone(backend, make_batch("prefill", [[0] * different], [0], [0], [table]), state)
         backend._attention.store(y, layer)
     for block in range(different // 64, -(-positions // 64)):
         state.copy_block(table[block % (different // 64)], table[block])

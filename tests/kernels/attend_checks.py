@@ -19,7 +19,7 @@ from q27app.kernels.numpy_state import NumpyState
 from q27app.model.config import ModelConfig
 from q27app.weights.container import Tensor
 from q27app.weights.dtypes import F32
-from tests.kernels.made import make_batch, relative_error
+from tests.kernels.made import begin_alone, make_batch, relative_error
 
 
 class AttendBench:
@@ -52,13 +52,13 @@ class AttendBench:
             rows = np.zeros((part.stop - part.start, self.width), np.float32)
             rows[:, 2 * self.config.attention_width:] = np.concatenate([k[part], v[part]], axis=1)
             self.put(rows)
-            self.backend.begin(self.batch("prefill", position + start, len(rows)), self.state)
+            begin_alone(self.backend, self.batch("prefill", position + start, len(rows)), self.state)
             self.backend._attention.store(self.y.rows(len(rows)), self.layer[layer])
 
     def run(self, phase: str, y: np.ndarray, position: int, layer: int = 0) -> np.ndarray:
         """What was attended by rows y [rows, width] at position and after it."""
         self.put(y)
-        self.backend.begin(self.batch(phase, position, len(y)), self.state)
+        begin_alone(self.backend, self.batch(phase, position, len(y)), self.state)
         out = self.out.rows(len(y))
         self.backend.attend(self.y.rows(len(y)), self.layer[layer], out)
         return self.backend.download(out)

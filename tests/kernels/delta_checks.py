@@ -11,7 +11,7 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.model.config import ModelConfig
 from q27app.weights.container import Tensor
 from q27app.weights.dtypes import F32
-from tests.kernels.made import make_batch, relative_error
+from tests.kernels.made import begin_alone, make_batch, relative_error
 
 TOLERANCE = 1e-5
 
@@ -47,7 +47,7 @@ class DeltaBench:
         found, at = [], 0
         for count in counts:
             self.backend.device.upload(self.y.address, y[at:at + count])
-            self.backend.begin(make_batch("prefill", [[0] * count], [at], [0], [list(range(8))]), state)
+            begin_alone(self.backend, make_batch("prefill", [[0] * count], [at], [0], [list(range(8))]), state)
             self.backend.delta(self.y.rows(count), self.layer, self.out.rows(count))
             found.append(self.backend.download(self.out.rows(count)))
             at += count
@@ -60,7 +60,7 @@ class DeltaBench:
         for at in range(0, len(y), count):
             rows = y[at:at + count]
             self.backend.device.upload(self.y.address, rows)
-            self.backend.begin(make_batch("decode", [[0] * len(rows)], [at], [0], [list(range(8))]), state)
+            begin_alone(self.backend, make_batch("decode", [[0] * len(rows)], [at], [0], [list(range(8))]), state)
             out = self.out.rows(len(rows))
             self.backend.delta(self.y.rows(len(rows)), self.layer, out)
             self.backend._mixers.finish_gated(out)
@@ -77,7 +77,7 @@ class DeltaBench:
             rows = np.concatenate([y[at:at + count] for at, count in zip(starts, counts, strict=True)])
             self.backend.device.upload(self.y.address, rows)
             seqs = range(len(counts))
-            self.backend.begin(make_batch("decode", [[0] * count for count in counts], starts, list(seqs), [list(range(8)) for _ in seqs]), state)
+            begin_alone(self.backend, make_batch("decode", [[0] * count for count in counts], starts, list(seqs), [list(range(8)) for _ in seqs]), state)
             out = self.out.rows(len(rows))
             self.backend.delta(self.y.rows(len(rows)), self.layer, out)
             self.backend._mixers.finish_gated(out)
@@ -91,7 +91,7 @@ class DeltaBench:
         for at, count in [*((at, 1) for at in range(ahead)), *([(ahead, drafted)] if drafted else [])]:
             backend.device.upload(self.y.address, y[at:at + count])
             deferred = at == ahead
-            backend.begin(make_batch("verify" if deferred else "decode", [[0] * count], [at], [0], [list(range(8))], deferred=deferred), state)
+            begin_alone(backend, make_batch("verify" if deferred else "decode", [[0] * count], [at], [0], [list(range(8))], deferred=deferred), state)
             backend.delta(self.y.rows(count), self.layer, self.out.rows(count))
             backend._mixers.finish_gated(self.out.rows(count))
         if drafted:

@@ -92,6 +92,12 @@ def make_batch(phase, tokens, positions, slots, tables, logit_rows=None, deferre
     )
 
 
+def begin_alone(backend, batch: Batch, state) -> None:
+    """A pass without `embed`, which waits for what `begin` copies: kernels that look at positions early find them there."""
+    backend.begin(batch, state)
+    backend.device.synchronize()
+
+
 class Lines:
     """Sequences on one model and one state. A line is (slot, block table, length)."""
 
