@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-TRAINING = Path(__file__).resolve().parents[2] / "training"
+from tests.bench.training_rooms import training_module
 
 
 @pytest.fixture(scope="module")
 def drills():
-    sys.path.insert(0, str(TRAINING))
-    yield __import__("curriculum.tool_drills", fromlist=["whose"])
-    sys.path.remove(str(TRAINING))
+    with training_module("curriculum.tool_drills") as module:
+        yield module
 
 
 def _takes(example):

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-TRAINING = Path(__file__).resolve().parents[2] / "training"
+from tests.bench.training_rooms import training_module
+
 SHORTEST = 12
 """Letters of a wording that are its own; with fewer it says nothing about where a text comes from."""
 
 
 @pytest.fixture(scope="module")
 def curriculum():
-    sys.path.insert(0, str(TRAINING))
-    yield __import__("curriculum.mix", fromlist=["conversation"])
-    sys.path.remove(str(TRAINING))
+    with training_module("curriculum.mix") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from q27app.bench.demo_eval import cases_path
-
-TRAINING = Path(__file__).resolve().parents[2] / "training"
+from tests.bench.training_rooms import training_module
 
 
 @pytest.fixture(scope="module")
 def rule():
-    sys.path.insert(0, str(TRAINING))
-    yield __import__("curriculum.held_out", fromlist=["is_told"])
-    sys.path.remove(str(TRAINING))
+    with training_module("curriculum.held_out") as module:
+        yield module
 
 
 def declared(name: str, description: str, *keys: str) -> dict:

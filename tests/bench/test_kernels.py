@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 
 from q27app.cli import run
 from q27app.kernels import peaks
 from q27app.weights.synthetic import synthesize
-from tests.kernels.emulation.emulated_device import EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import EmulatedDevice, needs_compiler
 
 
 def test_every_stage_of_every_pass_is_timed_once(capfd, tmp_path):
@@ -41,7 +40,7 @@ def test_a_matrix_stage_counts_its_bytes_and_operations(capfd, tmp_path):
     assert down["bytes"] == 4 * (config.hidden_size * config.intermediate_size + 2 * (config.intermediate_size + 2 * config.hidden_size))
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+@needs_compiler
 def test_the_reading_kernel_reads_every_word():
     device, blocks = EmulatedDevice(), 2
     threads = blocks * peaks.THREADS
@@ -54,7 +53,7 @@ def test_the_reading_kernel_reads_every_word():
     device.check_guards()
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+@needs_compiler
 def test_the_multiplying_kernel_does_the_operations_it_counts():
     device = EmulatedDevice()
     out = device.allocate(4 * peaks.THREADS)

@@ -32,6 +32,18 @@ def written(folder, *seeds: int, size: int = 300) -> None:
     close(desk)
 
 
+def one_coming_early(folder, monkeypatch, **options):
+    """A desk, its cache, and the gate at which readers wait: the only entry is on its way and nobody has asked for it."""
+    written(folder, 1)
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    desk = desk_of(folder=folder, **options)
+    cache = desk.loaded.prefix_cache
+    cache.spare_step(), cache.spare_step()
+    assert cache._arrivals._now is not None
+    return desk, cache, gate
+
+
 @pytest.mark.parametrize("device", [0, 8])
 def test_the_last_states_are_there_before_anybody_asks(tmp_path, device):
     written(tmp_path, 1, 2, 3)
@@ -87,12 +99,7 @@ def test_entries_of_others_and_more_than_memory_allows_are_not_read_early(tmp_pa
 
 
 def test_a_request_takes_what_comes_early_for_its_own(tmp_path, monkeypatch):
-    written(tmp_path, 1)
-    gate = threading.Event()
-    hold_readers(monkeypatch, gate)
-    desk = desk_of(folder=tmp_path)
-    cache = desk.loaded.prefix_cache
-    cache.spare_step(), cache.spare_step()
+    desk, cache, gate = one_coming_early(tmp_path, monkeypatch)
     coming = cache._arrivals._now
     waits = desk.ask(prompt_of(300, 1), 5)
     desk.stepper.step()
@@ -106,13 +113,8 @@ def test_a_request_takes_what_comes_early_for_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_what_comes_early_makes_room_for_a_request_and_comes_later(tmp_path, monkeypatch, caches):
-    written(tmp_path, 1)
-    gate = threading.Event()
-    hold_readers(monkeypatch, gate)
-    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=6)
-    cache = desk.loaded.prefix_cache
-    cache.spare_step(), cache.spare_step()
-    assert cache._arrivals._now is not None and desk.loaded.blocks.num_free == 2
+    desk, _, gate = one_coming_early(tmp_path, monkeypatch, slots=1, max_context=384, num_blocks=6)
+    assert desk.loaded.blocks.num_free == 2
     answer = desk.submit(request_of("other", prompt_of(300, 9), caches))
     desk.run()
     assert answer.tokens == expected_text(prompt_of(300, 9), 5)
@@ -146,13 +148,8 @@ def test_what_makes_room_again_and_again_is_read_no_more(tmp_path, monkeypatch):
 
 
 def test_a_state_that_is_kept_meanwhile_is_kept_once(tmp_path, monkeypatch):
-    written(tmp_path, 1)
-    gate = threading.Event()
-    hold_readers(monkeypatch, gate)
-    desk = desk_of(folder=tmp_path, device=4)
-    cache, blocks = desk.loaded.prefix_cache, desk.loaded.blocks
-    cache.spare_step(), cache.spare_step()
-    coming = cache._arrivals._now
+    desk, cache, gate = one_coming_early(tmp_path, monkeypatch, device=4)
+    blocks, coming = desk.loaded.blocks, cache._arrivals._now
     free = blocks.num_free
     own = blocks.allocate(4)
     cache.store.take(coming.reading.entry.tokens, own, 0, "prompt")
@@ -188,12 +185,7 @@ def test_what_nobody_waits_for_any_more_is_kept(tmp_path, monkeypatch):
 
 
 def test_what_is_on_its_way_when_the_cache_is_closed_is_given_back(tmp_path, monkeypatch):
-    written(tmp_path, 1)
-    gate = threading.Event()
-    hold_readers(monkeypatch, gate)
-    desk = desk_of(folder=tmp_path, device=4)
-    desk.loaded.prefix_cache.spare_step(), desk.loaded.prefix_cache.spare_step()
-    assert desk.loaded.prefix_cache._arrivals._now is not None
+    desk, _, gate = one_coming_early(tmp_path, monkeypatch, device=4)
     threading.Timer(0.2, gate.set).start()
     close(desk)
 

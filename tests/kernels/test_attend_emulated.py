@@ -16,10 +16,10 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import Q8_G128
 from tests.kernels import attend_checks, cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 from tests.kernels.made import make_batch
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+pytestmark = needs_compiler
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
 CONFIG = cuda_checks.NANO
 WIDE_CARD, ADA_CARD = replace(CARD, capability=(8, 0)), replace(SMALL_CARD, capability=(8, 9))

@@ -7,11 +7,11 @@ import pytest
 
 from q27app.weights.dtypes import F16
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import has_compiler
+from tests.kernels.emulation.emulated_device import needs_compiler
 from tests.kernels.made import make_batch
 
 pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    needs_compiler,
     pytest.mark.long,
 ]
 

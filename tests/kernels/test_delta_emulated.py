@@ -8,9 +8,9 @@ import pytest
 
 from tests.kernels import cuda_checks
 from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_company, check_delta, check_fold, check_steps
-from tests.kernels.emulation.emulated_device import EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import EmulatedDevice, needs_compiler
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+pytestmark = needs_compiler
 
 
 @pytest.mark.long

@@ -12,11 +12,11 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.reference_sample import sample_rows
 from q27app.weights.dtypes import F16, Q4_G64
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import has_compiler
+from tests.kernels.emulation.emulated_device import needs_compiler
 from tests.kernels.made import make_batch
 
 pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    needs_compiler,
     pytest.mark.long,
 ]
 

@@ -9,11 +9,11 @@ from q27app.kernels import reference
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_ready import fixed_scale
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 from tests.kernels.made import make_batch, relative_error
 
 pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    needs_compiler,
     pytest.mark.long,
 ]
 

@@ -9,11 +9,11 @@ from q27app.kernels import cuda_tiles
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, F32, Q4_G64
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 from tests.kernels.made import make_batch, relative_error
 
 pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    needs_compiler,
     pytest.mark.long,
 ]
 

@@ -15,11 +15,11 @@ from q27app.kernels.compiler import SOURCES
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.kernels import attend_checks, cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, needs_compiler
 from tests.kernels.made import make_batch
 
 pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64"),
+    needs_compiler,
     pytest.mark.long,
 ]
 TILES, ATTEND, ROWS = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"}), frozenset({"linear_rows"})

@@ -10,7 +10,7 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_ready import fixed_scale
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 
 COLS = 256
 
@@ -36,7 +36,7 @@ def test_a_scale_that_does_not_do_for_all_rows_is_none(sizes):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+@needs_compiler
 @pytest.mark.parametrize("width, dtype, last, peak, card", [
     (512, Q4_G64, Q4_G64, 1.0, CARD), (192, Q4_G64, Q4_G64, 1.0, SMALL_CARD), (128, Q8_G128, Q8_G128, 1.0, CARD), (320, F16, Q4_G64, 1.0, CARD),
     (92, F32, F32, 1.0, CARD), (344, Q4_G64, F16, 1.0, CARD), (512, F16, Q4_G64, 1e4, CARD),

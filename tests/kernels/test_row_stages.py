@@ -15,10 +15,10 @@ from q27app.kernels.cuda_weights import (
 )
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
-from tests.kernels.emulation.emulated_device import CARD, EmulatedDevice, has_compiler
+from tests.kernels.emulation.emulated_device import CARD, EmulatedDevice, needs_compiler
 from tests.kernels.test_compiler_keys import CARDS
 
-emulated = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
+emulated = needs_compiler
 ROW_COUNTS = (1, 2, 3, 9, 16)
 SMS = (*range(1, 201), 264)
 

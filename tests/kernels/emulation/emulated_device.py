@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from q27app.kernels.card import Card
 from q27app.kernels.compiler import SOURCES, Job, expand
@@ -42,6 +43,9 @@ class Races(NamedTuple):
 
 def has_compiler() -> bool:
     return shutil.which("g++") is not None and os.uname().machine == "x86_64"
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
 
 
 class EmulatedDevice(ImmediateDevice):
