@@ -103,7 +103,7 @@ def test_a_request_takes_what_comes_early_for_its_own(tmp_path, monkeypatch):
     coming = cache._arrivals._now
     waits = desk.ask(prompt_of(300, 1), 5)
     desk.stepper.step()
-    assert cache._arrivals._now is coming and not waits.events
+    assert cache._arrivals._now is coming and cache._arrivals._for is not None and not waits.events
     gate.set()
     desk.run()
     assert waits.tokens == expected_text(prompt_of(300, 1), 5) and waits.last.stats.num_cached == 256
@@ -174,6 +174,7 @@ def test_what_nobody_waits_for_any_more_is_kept(tmp_path, monkeypatch):
     hold_readers(monkeypatch, gate)
     desk.ask(prompt_of(300, 1), 5, name="gone")
     desk.stepper.step()
+    assert desk.loaded.prefix_cache._arrivals._for.id == "gone"
     desk.cancel("gone")
     gate.set()
     settle_all(desk)
