@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
@@ -210,14 +211,14 @@ def once(device, attempt, line) -> None:
 
 
 def touch_everything(device, config, kv_format: str, counts: tuple[int, ...]) -> str:
-    """Prefill, decode, verify, commit, drafts and every way of sampling, at these row counts, on random codes."""
+    """Prefill, decode, verify, commit, drafts and every way of sampling, at these row counts, on random codes; GPU_PHASES: some passes alone."""
     random = np.random.default_rng(1)
     backend = CudaBackend(device)
     tensors = {name: random_tensor(random, name, shape) for name, shape in expected_shapes(config).items()}
     model = Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), 128, 64)
     state = model.allocate_state(kv_format, 2, 8, 32)
     for rows in counts:
-        for phase in ("prefill", "decode", "verify"):
+        for phase in os.environ.get("GPU_PHASES", "prefill decode verify").split():
             lengths = [rows] if rows <= 16 or phase == "prefill" else [16, rows - 16]
             batch = make_batch(phase, [[5] * n for n in lengths], [70, 0][:len(lengths)], [0, 1][:len(lengths)], [[0, 1], [2, 3]][:len(lengths)],
                                None, phase == "verify")

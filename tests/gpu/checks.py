@@ -203,7 +203,7 @@ def row_counts(otherwise: str) -> tuple[int, ...]:
 
 
 def sanitized_nano(device: CudaDevice) -> None:
-    """Every kernel at small shapes and all row counts, for compute-sanitizer; GPU_KV: formats; GPU_ROWS: counts."""
+    """Every kernel at small shapes and all row counts, for compute-sanitizer; GPU_KV: formats; GPU_ROWS: counts; GPU_PHASES: passes."""
     few_multiprocessors(device)
     nano = replace(cuda_checks.NANO, hidden_size=256, intermediate_size=512, vocab_size=640)
     counts = row_counts("1 2 3 5 8 12 16 17")
@@ -212,7 +212,7 @@ def sanitized_nano(device: CudaDevice) -> None:
 
 
 def sanitized_wide(device: CudaDevice) -> None:
-    """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows; GPU_SMS and GPU_ROWS count here too."""
+    """The same at the 27B's width, a layer of each kind, with 1, 8 and 17 rows; GPU_SMS, GPU_ROWS and GPU_PHASES count here too."""
     few_multiprocessors(device)
     wide = replace(config_27b(), num_layers=2, layer_kinds=("delta", "attention"), vocab_size=2048)
     attempt("27B width", lambda: big.touch_everything(device, wide, "fp16", row_counts("1 8 17")))
