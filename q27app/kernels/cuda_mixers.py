@@ -56,7 +56,7 @@ class DeltaForm:
 def delta_forms(dim: int) -> dict[str, DeltaForm]:
     """By kernel. dim: of a head."""
     half = min(64, dim)
-    return {"delta_step": DeltaForm(half, 2, True), "delta_one": DeltaForm(half, 1), "delta_many": DeltaForm(32, 2),
+    return {"delta_step": DeltaForm(half, 2, True), "delta_steps": DeltaForm(half, 2, True), "delta_one": DeltaForm(half, 1), "delta_many": DeltaForm(32, 2),
             "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
 
 
@@ -98,7 +98,10 @@ class Mixers:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
         dim = geometry.delta_head_dim
-        kernel = "delta_step" if batch.num_rows > batch.num_seqs else "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
+        if batch.num_rows > batch.num_seqs:
+            kernel = "delta_step" if batch.num_seqs == 1 else "delta_steps"
+        else:
+            kernel = "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
         form = delta_forms(dim)[kernel]
         if kernel == "delta_one":
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)

@@ -1,5 +1,5 @@
-// delta_step, delta_one, delta_many: convolution, gates and gated delta rule for few rows of each sequence, or one. delta_fold: accepted
-// rows of a deferred pass.
+// delta_step, delta_steps, delta_one, delta_many: convolution, gates and gated delta rule for few rows of a sequence or of several, or
+// one row of each. delta_fold: accepted rows of a deferred pass.
 // Reference: reference.delta      Used by: layers.run_layer, Backend.commit
 // Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> out [rows, Nv Dv] f32 before the gated norm; state [Nv, Dv, Dk] f32 and
 //            window [4, C] of a slot
@@ -290,7 +290,12 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
   if (!p.deferred) s.store(state, at.j);
 }
 
-extern "C" __global__ void __launch_bounds__(Step::THREADS, Step::THREADS <= 320 ? 2 : 1) delta_step(const __grid_constant__ Delta p) {
+// One sequence: fewer blocks than multiprocessors, so each may have all registers that it likes.
+extern "C" __global__ void __launch_bounds__(Step::THREADS, 1) delta_step(const __grid_constant__ Delta p) {
+  __shared__ Inputs<Step> in;
+  delta_rows(p, in);
+}
+extern "C" __global__ void __launch_bounds__(Step::THREADS, Step::THREADS <= 320 ? 2 : 1) delta_steps(const __grid_constant__ Delta p) {
   __shared__ Inputs<Step> in;
   delta_rows(p, in);
 }
