@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).resolve().parent
-SHARES = {128: 4, 256: 13, 512: 28, 1024: 20, 2048: 9, 4096: 14, 8192: 12}
+SHARES = {128: 3, 256: 12, 512: 29, 1024: 21, 2048: 9, 4096: 14, 8192: 12}
 EARLY_SHARES = {128: 12, 256: 20, 512: 36, 1024: 20, 2048: 5, 4096: 4, 8192: 3}
 """Length class -> its share of the steps, percent; early: until EARLY of the run."""
 EARLY = 0.15
@@ -106,18 +106,19 @@ def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: ob
 
 
 class BatchSource:
-    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done.
+    """Owns the workers. next() -> (ids int64, weights float32) of [batch, time]; close() ends them. share.value: of the run that is done,
+    at first `done`.
 
     again: how many earlier batches are kept, to be taken once more where no new one is ready (0: wait). waited and repeated count.
     """
 
     def __init__(self, tokenizer_path: Path, tokens_per_step: int, workers: int, seed: int, longest: int = 8192,
-                 waiting: int = WAITING, again: int = 0, is_pinned: bool = False) -> None:
+                 waiting: int = WAITING, again: int = 0, is_pinned: bool = False, done: float = 0.0) -> None:
         context = get_context("spawn")
         self._queue = context.Queue(maxsize=waiting * workers)
         self._kept: deque = deque(maxlen=again)
         self._is_pinned = is_pinned
-        self.share = context.Value("d", 0.0, lock=False)
+        self.share = context.Value("d", done, lock=False)
         self._workers = [
             context.Process(target=work, daemon=True,
                             args=(str(tokenizer_path), tokens_per_step, seed * 1000 + index, self._queue, self.share, longest))

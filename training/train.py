@@ -227,7 +227,8 @@ class Run:
         options = self.options
         is_late = self.used_before > 0.5 * self.total
         source = BatchSource(options.tokenizer, options.tokens, options.workers, seed=options.seed + self.step, longest=options.longest,
-                             waiting=WAITING_LATE if is_late else WAITING, again=options.again, is_pinned=self.device == "cuda")
+                             waiting=WAITING_LATE if is_late else WAITING, again=options.again, is_pinned=self.device == "cuda",
+                             done=min(1.0, self.used_before / self.total))
         if options.compile:
             self.network.compile_parts()
         random.seed(options.seed + self.step)

@@ -113,7 +113,7 @@ def conversation(rng: random.Random, length: int) -> Conversation:
         return _single(rng, length, small)
     if length == 256:
         kind = rng.random()
-        return _sums(rng, length) if kind < 0.22 else _dense_recall(rng, length) if kind < 0.36 else _session(rng, length, tools=False)
+        return _sums(rng, length) if kind < 0.15 else _dense_recall(rng, length) if kind < 0.29 else _session(rng, length, tools=False)
     kind = rng.random()
     if kind < 0.72:
         return _session(rng, length, tools=True)

@@ -20,7 +20,7 @@ from curriculum.tool_pool import (
 
 RANDOM_SHARE = 0.78
 """Of the training examples: tools and requests of `random_tools`."""
-KEYED_DRILLS, WHOSE = 0.24, 0.10
+KEYED_DRILLS, WHOSE = 0.34, 0.13
 """Of the sessions with made tools: those where parameters' names tell every tool, and those that ask whose a parameter is."""
 COUNTS = (0, 1, 2, 3, 4, 6)
 """How many other tools may be declared."""

@@ -24,16 +24,18 @@ TAKES_ASK = (
 )
 """No form of either has words next to a parameter that could be its value: that would be a call."""
 SHORT = 0.75
-"""Of the drills: two tools and little to ask, so that they fit the short conversations too, whose most are too long."""
+"""Of the drills: few small tools and little to ask, so that they fit the short conversations too, whose most are too long."""
+SMALL_TOOLS = (2, 2, 3, 3, 4)
+"""How many: where they are two, half is found without looking."""
 
 
-def _tools(rng: random.Random, most: int) -> list[RandomTool]:
-    """Two tools or more with different names, seldom alike; none with many parameters where they are two."""
+def _tools(rng: random.Random, is_short: bool, most: int) -> list[RandomTool]:
+    """Two tools to `most` with different names, seldom alike; few, and none with many parameters, where they are to be short."""
     found, alike = {}, rng.choice((0.0, 0.0, 0.3))
-    count = rng.randint(2, most)
+    count = rng.choice(SMALL_TOOLS) if is_short else rng.randint(2, most)
     while len(found) < count:
         tool = random_tool(rng, next(iter(found.values())) if found and rng.random() < alike else None)
-        if most > 2 or len(tool.params) <= 3:
+        if not is_short or len(tool.params) <= (3 if count == 2 else 2):
             found.setdefault(tool.name, tool)
     return list(found.values())
 
@@ -52,7 +54,7 @@ def _filled(rng: random.Random, form: str, **values: str) -> str:
 def whose(rng: random.Random) -> Example:
     """Questions about the declarations themselves: whose a parameter is, what a tool takes. Nothing is called."""
     is_short = rng.random() < SHORT
-    tools = _tools(rng, 2 if is_short else 6)
+    tools = _tools(rng, is_short, 6)
     known = _own(tools)
     steps: list[Step] = []
     for _ in range(rng.randint(1, 4) if is_short else rng.randint(4, 4 + 2 * len(tools))):
@@ -73,7 +75,7 @@ def whose(rng: random.Random) -> Example:
 def keyed_drill(rng: random.Random) -> Example:
     """Several requests, each told by a parameter's name alone."""
     is_short = rng.random() < SHORT
-    tools = _tools(rng, 2 if is_short else 5)
+    tools = _tools(rng, is_short, 5)
     declared = [tool.declaration for tool in tools]
     if not is_short and rng.random() < 0.3:
         declared += others(rng, rng.randint(1, 2), {tool.name for tool in tools})
