@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 CROWD = 32
 PACE_S = 0.001
-"""With so many requests in flight, a stream that has written waits PACE_S for each of them and then writes what has come:
-the loop makes about 1 / PACE_S writes a second, spread out, and whoever is new gets a first byte in time."""
+"""With more than CROWD requests in flight, a stream that has written waits PACE_S for each of them and then writes what has
+come: the loop makes about 1 / PACE_S writes a second, spread out, and whoever is new gets a first byte in time."""
 
 
 @asynccontextmanager
@@ -63,8 +63,8 @@ async def _deltas(
     yield Delta("start", usage=Usage(num_prompt=record.num_prompt))
     spoke_at = time.monotonic()
     while not record.has_ended:
-        if record.phase == "decode" and len(daemon.active) >= CROWD:
-            await asyncio.sleep(len(daemon.active) * PACE_S * random.uniform(0.5, 1.5))
+        if record.phase == "decode" and (pause := pause_s(len(daemon.active))):
+            await asyncio.sleep(pause)
         events = joined(await inbox.take(spoke_at + interval - time.monotonic()))
         if inbox.has_overflowed:
             raise Q27Error("the client reads too slowly: the answer is too far ahead of it.")
@@ -76,6 +76,11 @@ async def _deltas(
             spoke_at = time.monotonic()
         if failure is not None:
             raise failure
+
+
+def pause_s(num_active: int) -> float:
+    """Seconds that a stream waits before it writes again while so many requests are in flight; 0 unless they are a crowd."""
+    return num_active * PACE_S * random.uniform(0.5, 1.5) if num_active > CROWD else 0.0
 
 
 def _translated_all(

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from q27app.daemon.generate import PACE_S, pause_s
+
 MESSAGES = {"max_tokens": 900, "messages": [{"role": "user", "content": "hi"}]}
 PATHS = {
     "/v1/messages": MESSAGES,
@@ -253,3 +255,9 @@ def test_steps_are_joined_in_the_order_of_each_request():
               TokenEvent("a", finish=FinishReason.STOP), TokenEvent("b", (8,), (True,))]
     assert joined(events) == [TokenEvent("a", (1, 2, 3), (False, False, True)), TokenEvent("a", finish=FinishReason.STOP),
                               TokenEvent("b", (7, 8), (False, True))]
+
+
+@pytest.mark.parametrize(("num_active", "is_paced"), [(1, False), (32, False), (33, True), (200, True)])
+def test_up_to_32_answers_at_once_are_written_as_they_come(num_active, is_paced):
+    pause = pause_s(num_active)
+    assert (pause > 0) is is_paced and pause <= 1.5 * PACE_S * num_active
