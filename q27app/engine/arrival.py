@@ -70,9 +70,11 @@ class Arrival:
                  1e3 * self.reading.seconds, 1e3 * (time.perf_counter() - self._began))
         return self._store.adopt(tokens, self.blocks, "disk", data, slot) is not None
 
-    def give_slot_back(self) -> None:
+    def give_back(self) -> None:
+        """Nobody will see it: slot and blocks are for others again."""
         if self._slot is not None:
             self._store.give_back(self._slot)
+        self._store.release(self.blocks)
 
 
 class Arrivals:
@@ -135,9 +137,8 @@ class Arrivals:
         is_right = self._disk.end_read(arrival.reading)
         if is_right and self._store.at(arrival.reading.entry.tokens) is None:   # who runs may have come there meanwhile
             arrival.become_snapshot()
-            return True
-        arrival.give_slot_back()
-        self._blocks.release(arrival.blocks)
+        else:
+            arrival.give_back()
         return is_right
 
     @property
@@ -173,8 +174,7 @@ class Arrivals:
                 self._disk.put_early(arrival.reading)
             else:
                 arrival.reading.stop()
-            arrival.give_slot_back()
-            self._blocks.release(arrival.blocks)
+            arrival.give_back()
 
     def owned_blocks(self) -> list[np.ndarray]:
         return [] if self._now is None else [self._now.blocks]

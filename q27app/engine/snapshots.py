@@ -251,6 +251,10 @@ class SnapshotStore:
             self._blocks.release(shared)
         return own
 
+    def release(self, blocks: np.ndarray) -> None:
+        """`room_for` had them, the shared ones among them: they are needed no more."""
+        self._blocks.release(blocks)
+
     @property
     def is_short(self) -> bool:
         """Blocks will soon be needed that states hold."""
