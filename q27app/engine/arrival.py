@@ -1,5 +1,6 @@
-"""How states come from disk: blocks and a slot are taken at once and filled while the rest of the entry is still read and checked.
-They become a snapshot when all of it is right; else they are given back, and nobody has seen them.
+"""How states come from disk: blocks and a slot are filled while the rest of the entry is still read and checked. They become a snapshot
+when all of it is right; else they are given back, and nobody has seen them. Blocks that are free are taken at once; kept states go for
+an entry only when all of it is known to be right.
 
     prepares    a request comes that an entry is of use for: its admission waits, who runs goes on
     spare_step  nobody waits, and the entries that were read when the cache was opened get free blocks
@@ -32,13 +33,35 @@ SPARE_WAIT_S = 0.005
 
 
 class Arrival:
-    """One state on its way. shared: blocks that a kept state has already; own: those to be filled. Both are in use."""
+    """One state on its way. blocks: those that a kept state has already, then those to be filled; all of them are in use."""
 
-    def __init__(self, state: State, store: SnapshotStore, reading: Reading, shared: np.ndarray, own: np.ndarray) -> None:
+    def __init__(self, state: State, store: SnapshotStore, reading: Reading) -> None:
         self._state, self._store, self.reading = state, store, reading
-        self.blocks, self._done = np.concatenate([shared, own]), len(shared)
-        self._slot, self._has_slot = store.lend_free(), False
+        self._slot: int | None = None
+        self.blocks, self._done = np.zeros(0, np.int32), 0
+        self.has_room = self._has_slot = self._is_refused = False
         self._began = time.perf_counter()
+
+    def _found(self) -> Snapshot | None:
+        """The longest kept state that it goes on from."""
+        tokens = self.reading.entry.tokens
+        return self._store.deepest(tokens, len(tokens))
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks to be filled."""
+        found = self._found()
+        return self.reading.entry.num_tokens // BLOCK_POSITIONS - (0 if found is None else len(found.blocks))
+
+    def take_room(self) -> None:
+        """Blocks, for which kept states may go, and a slot if one is free."""
+        found = self._found()
+        blocks = self._store.room_for(self.reading.entry.num_tokens, found)
+        if blocks is None:
+            self._is_refused = True
+            return
+        self.blocks, self._done, self.has_room = blocks, 0 if found is None else len(found.blocks), True
+        self._slot = self._store.lend_free()
 
     def step(self, wait_s: float) -> bool:
         """Copy some of what has come; where nothing has, wait for it. Whether more is to come."""
@@ -46,10 +69,15 @@ class Arrival:
         if not self._copy() and not reading.is_over:
             reading.wait(reading.num_bytes, wait_s)
             self._copy()
-        return not reading.is_damaged and not (reading.is_over and self._has_slot and self._done == len(self.blocks))
+        is_whole = self._has_slot and self._done == len(self.blocks)
+        return not reading.is_damaged and not (reading.is_over and (is_whole or self._is_refused))
 
     def _copy(self) -> bool:
         reading = self.reading
+        if not self.has_room:
+            if reading.is_over and not reading.is_damaged:
+                self.take_room()
+            return self.has_room
         if not self._has_slot:
             self._has_slot = reading.num_bytes >= reading.entry.slot_bytes
             if self._has_slot and self._slot is not None:
@@ -95,7 +123,7 @@ class Arrivals:
         """What is on its way is for this request, if it is of use; else it makes room."""
         if self._now is None or self._for is request:
             return
-        best = self._best(prompt)[1]
+        best = self._best(prompt)
         if self._for is None and best is not None and best.path == self._now.reading.entry.path:
             self._for = request
         else:
@@ -105,37 +133,42 @@ class Arrivals:
         """The longest whole entry for a request is on its way; waits at most wait_s seconds for more of it."""
         self.turn_to(request, prompt)
         if self._now is None:
-            found, entry = self._best(prompt)
-            if entry is None or not self._start(self._disk.begin_read(entry), found):
+            entry = self._best(prompt)
+            if entry is None or not self._start(self._disk.begin_read(entry)):
                 return False
             self._for = request
             return True
         return self._now.step(wait_s) or not self._finish()
 
-    def _best(self, prompt: np.ndarray) -> tuple[Snapshot | None, DiskEntry | None]:
-        """The longest state that is kept, and the longest entry beyond that. A fingerprint stands for the sizes of an entry, but only
-        a file's head says that it has that one."""
+    def _best(self, prompt: np.ndarray) -> DiskEntry | None:
+        """The longest entry beyond the longest state that is kept. A fingerprint stands for the sizes of an entry, but only a file's
+        head says that it has that one."""
         found = self._store.deepest(prompt, len(prompt))
         least = BLOCK_POSITIONS + (0 if found is None else found.num_tokens)
         ours = self._state.slot_bytes, self._state.block_bytes
         fitting = (entry for entry in self._disk.candidates(prompt, least) if (entry.slot_bytes, entry.block_bytes) == ours)
-        return found, next(fitting, None)
+        return next(fitting, None)
 
-    def _start(self, reading: Reading, found: Snapshot | None) -> bool:
-        shared = np.zeros(0, np.int32) if found is None else found.blocks
-        own = self._store.room_for(reading.entry.num_tokens, shared)
-        if own is None:
+    def _start(self, reading: Reading) -> bool:
+        arrival = Arrival(self._state, self._store, reading)
+        if not self._store.has_room(arrival.num_missing):
             reading.stop()
             return False
-        self._now = Arrival(self._state, self._store, reading, shared, own)
+        if self._has_free_blocks(arrival):
+            arrival.take_room()
+        self._now = arrival
         return True
+
+    def _has_free_blocks(self, arrival: Arrival) -> bool:
+        """Nothing needs to go for it."""
+        return self._blocks.num_free >= arrival.num_missing
 
     def _finish(self) -> bool:
         """No more is to come. False: it was damaged, another one may be there."""
         arrival, self._now = self._now, None
         assert arrival is not None
         is_right = self._disk.end_read(arrival.reading)
-        if is_right and self._store.at(arrival.reading.entry.tokens) is None:   # who runs may have come there meanwhile
+        if is_right and arrival.has_room and self._store.at(arrival.reading.entry.tokens) is None:   # who runs may have come there meanwhile
             arrival.become_snapshot()
         else:
             arrival.give_back()
@@ -149,6 +182,8 @@ class Arrivals:
         """A piece of what comes early: into blocks that are free, nothing goes for it. Nobody waits, so who asked for what is on its way
         has gone; it may come back."""
         self._for = None
+        if self._now is not None and not (self._now.has_room or self._has_free_blocks(self._now)):
+            self.stop()   # kept states go for somebody who waits, and for nobody else
         if self._now is not None:
             if not self._now.step(SPARE_WAIT_S):
                 self._finish()
@@ -158,10 +193,8 @@ class Arrivals:
             return
         if self._store.at(reading.entry.tokens) is not None:
             return reading.stop()
-        found = self._store.deepest(reading.entry.tokens, reading.entry.num_tokens)
-        missing = reading.entry.num_tokens // BLOCK_POSITIONS - (0 if found is None else len(found.blocks))
-        if self._blocks.num_free >= missing:
-            self._start(reading, found)
+        if self._has_free_blocks(Arrival(self._state, self._store, reading)):
+            self._start(reading)
         else:
             reading.stop()
 

@@ -91,15 +91,14 @@ class Leaving:
     def bring_back(self, prompt: np.ndarray) -> None:
         """Give blocks to the longest state in host memory that the prompt begins with, if the device has none as long."""
         found = self._store.deepest(prompt, len(prompt))
-        shared = np.zeros(0, np.int32) if found is None else found.blocks
-        entry = self.host.deepest(prompt, BLOCK_POSITIONS * (1 + len(shared)))
-        own = None if entry is None else self._store.room_for(entry.num_tokens, shared)
-        if entry is None or own is None:
+        num_shared = 0 if found is None else len(found.blocks)
+        entry = self.host.deepest(prompt, BLOCK_POSITIONS * (1 + num_shared))
+        blocks = None if entry is None else self._store.room_for(entry.num_tokens, found)
+        if entry is None or blocks is None:
             return
         size = self.host.piece
-        for start in range(len(shared) // size * size, entry.num_tokens // BLOCK_POSITIONS, size):
-            piece, skipped = entry.pieces[start // size], max(0, len(shared) - start)
-            at = max(0, start - len(shared))
-            self._state.import_blocks(own[at:at + len(piece) - skipped].tolist(), piece[skipped:])
-        if self._store.adopt(entry.tokens, np.concatenate([shared, own]), "host", entry.slot) is not None:
+        for start in range(num_shared // size * size, entry.num_tokens // BLOCK_POSITIONS, size):
+            piece, skipped = entry.pieces[start // size], max(0, num_shared - start)
+            self._state.import_blocks(blocks[start + skipped:start + len(piece)].tolist(), piece[skipped:])
+        if self._store.adopt(entry.tokens, blocks, "host", entry.slot) is not None:
             self.host.num_used += 1

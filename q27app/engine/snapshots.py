@@ -231,7 +231,7 @@ class SnapshotStore:
 
     def reclaim(self, num_blocks: int) -> None:
         """Drop the least recently used until so many blocks are free; nothing if that cannot be reached."""
-        if self._blocks.num_free >= num_blocks or self._reachable() < num_blocks:
+        if self._blocks.num_free >= num_blocks or not self.has_room(num_blocks):
             return
         for snapshot in sorted(self, key=lambda snapshot: snapshot.used):
             if self._blocks.num_free >= num_blocks:
@@ -241,18 +241,27 @@ class SnapshotStore:
             self.drop(snapshot)
             self.num_evicted += 1
 
-    def room_for(self, num_tokens: int, shared: np.ndarray) -> np.ndarray | None:
-        """Blocks for the rest of a state that begins with the `shared` ones, which get one more owner; None if there are too few."""
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or would be if no state were kept."""
+        return self._blocks.num_free >= num_blocks or self._reachable() >= num_blocks
+
+    def room_for(self, num_tokens: int, found: Snapshot | None) -> np.ndarray | None:
+        """int32 [n / 64]: blocks of a state that goes on from a kept one, whose blocks come first and get one more owner; None if there
+        are too few."""
+        shared = np.zeros(0, np.int32) if found is None else found.blocks
+        if found is not None:
+            self.touch(found)   # it is the last one to go for what goes on from it
         missing = num_tokens // BLOCK_POSITIONS - len(shared)
         self._blocks.share(shared)
         self.reclaim(missing)
         own = self._blocks.allocate(missing)
         if own is None:
             self._blocks.release(shared)
-        return own
+            return None
+        return np.concatenate([shared, own])
 
     def release(self, blocks: np.ndarray) -> None:
-        """`room_for` had them, the shared ones among them: they are needed no more."""
+        """Those that `room_for` gave are needed no more."""
         self._blocks.release(blocks)
 
     @property

@@ -206,3 +206,55 @@ def test_only_what_is_right_is_copied(tmp_path, monkeypatch):
     desk.loaded.blocks.check(desk.loaded.prefix_cache.owned_blocks())
     assert np.array_equal(desk.loaded.prefix_cache.store.deepest(np.array(prompt_of(300, 1), np.int32), 300).tokens, prompt_of(300, 1)[:256])
     close(desk)
+
+
+def damage(folder) -> None:
+    (path,) = entries_of(folder)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def kept_in(desk) -> list[tuple[int, str]]:
+    return sorted((snapshot.num_tokens, snapshot.kind) for snapshot in desk.loaded.prefix_cache.store)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_kept_states_go_only_for_an_entry_that_is_right_and_somebody_who_waits(tmp_path, monkeypatch, is_damaged, stays):
+    written(tmp_path, 1)
+    if is_damaged:
+        damage(tmp_path)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=7)
+    arrivals = desk.loaded.prefix_cache._arrivals
+    arrivals._disk._early.clear()
+    ask(desk, prompt_of(300, 9))
+    gate = threading.Event()
+    hold_readers(monkeypatch, gate)
+    waits = desk.ask(prompt_of(300, 1), 5, name="first")
+    desk.stepper.step()
+    assert arrivals._now is not None and not waits.events
+    assert desk.loaded.blocks.num_free == 3 and kept_in(desk) == [(256, "prompt")]
+    gate.set()
+    if stays:
+        desk.run()
+        assert waits.tokens == expected_text(prompt_of(300, 1), 5) and waits.last.stats.num_cached == 256 * (not is_damaged)
+    else:
+        arrivals._now.reading.wait(1 << 40, 20)
+        desk.cancel("first")
+        settle_all(desk)
+        assert ask(desk, prompt_of(300, 9)) == 256
+    close(desk)
+
+
+def test_the_state_that_an_entry_goes_on_from_stays_if_the_entry_is_damaged(tmp_path):
+    written(tmp_path, 1)
+    damage(tmp_path)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=7)
+    for early in desk.loaded.prefix_cache._arrivals._disk._early:
+        early.stop()
+    desk.loaded.prefix_cache._arrivals._disk._early.clear()
+    for seed in (1, 8, 9):
+        ask(desk, prompt_of(130, seed))
+    assert ask(desk, prompt_of(300, 1)) == 128
+    close(desk)
