@@ -31,7 +31,7 @@ def _folder(given: str | None) -> Path:
 @_FOLDER
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def list_entries(folder: str | None, as_json: bool) -> None:
-    """Show the entries, the most recently used first."""
+    """Show the entries, the most recently used first. Older: in a layout that is read no more; they go when the daemon starts."""
     from q27app.engine.disk_cache import describe
 
     where = _folder(folder)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from q27app.engine.disk_entry import (
-    KINDS, READERS, DiskEntry, entries_of, entry_name, read_head, remove_leftovers, write_entry,
+    KINDS, MAGIC, READERS, DiskEntry, entries_of, entry_name, is_of_older_layout, layout_of, read_head, remove_leftovers, write_entry,
 )
 from q27app.engine.disk_reading import Reading
 from q27app.kernels.batch import BLOCK_POSITIONS
@@ -72,6 +72,7 @@ class DiskCache:
             log.error("the disk cache is off: %s cannot be used: %s", self.folder, error.strerror or error)
             return False
         remove_leftovers(self.folder)
+        remove_older(self.folder)
         evict(self.folder, self._budget)
         self._refresh()
         return True
@@ -242,10 +243,13 @@ def _files(folder: Path) -> list[tuple[int, int, Path]]:
 
 
 def evict(folder: Path, budget: int) -> int:
-    """Delete the least recently used entries until the others fit into `budget` bytes; returns how many."""
-    files = sorted(_files(folder))
+    """Delete entries until the others fit into `budget` bytes, those that nobody can read any more first, then the least recently used
+    ones; returns how many."""
+    files = _files(folder)
     total, count = sum(size for _, size, _ in files), 0
-    for _, size, path in files:
+    if total <= budget:
+        return 0
+    for _, size, path in sorted(files, key=lambda file: (not is_of_older_layout(file[2]), *file)):
         if total <= budget:
             break
         with contextlib.suppress(OSError):
@@ -255,16 +259,36 @@ def evict(folder: Path, budget: int) -> int:
     return count
 
 
+def remove_older(folder: Path) -> int:
+    """Delete what earlier versions of this program have written in layouts that are read no more; returns how many."""
+    older, count = [file for file in _files(folder) if is_of_older_layout(file[2])], 0
+    for _, _, path in older:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            count += 1
+    if count:
+        log.info("%d entries of the disk cache, %.2f GB, had an older layout and were deleted", count, sum(size for _, size, _ in older) / 1e9)
+    return count
+
+
 def describe(folder: Path) -> list[dict[str, Any]]:
-    """Every entry, the most recently used first: name, kind, tokens, bytes, used_at, fingerprint (8 digits)."""
+    """Every entry, the most recently used first: name, kind, tokens, bytes, used_at, fingerprint (8 digits).
+
+    kind: "turn", "system", "older" or "newer" (a layout that another version reads), "damaged"."""
     rows = []
     for used, size, path in sorted(_files(folder), reverse=True):
         entry = read_head(path)
         rows.append({
-            "name": path.name, "kind": entry.kind if entry else "damaged", "tokens": entry.num_tokens if entry else 0,
+            "name": path.name, "kind": entry.kind if entry else _why_not(path), "tokens": entry.num_tokens if entry else 0,
             "bytes": size, "used_at": used / 1e9, "fingerprint": entry.fingerprint.hex()[:8] if entry else "",
         })
     return rows
+
+
+def _why_not(path: Path) -> str:
+    """What an entry is that cannot be read."""
+    layout, ours = layout_of(path), int(MAGIC[-1:])
+    return "damaged" if layout is None or layout == ours else "older" if layout < ours else "newer"
 
 
 def clear(folder: Path) -> tuple[int, int]:

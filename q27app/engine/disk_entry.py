@@ -31,6 +31,7 @@ import numpy as np
 from q27app.kernels.batch import BLOCK_POSITIONS
 
 MAGIC = b"Q27SNAP2"
+"""The last byte counts the layouts."""
 SUFFIX = ".q27snap"
 TEMP_PREFIX = ".writing-"
 CHUNK = 4 << 20
@@ -128,6 +129,22 @@ def read_head(path: Path, fingerprint: bytes | None = None) -> DiskEntry | None:
             return head_of(path, file, fingerprint)
     except OSError:
         return None
+
+
+def layout_of(path: Path) -> int | None:
+    """Which layout an entry file is of, 2 being the one that is read here; None where it is none, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(len(MAGIC))
+    except OSError:
+        return None
+    return int(magic[-1:]) if len(magic) == len(MAGIC) and magic[:-1] == MAGIC[:-1] and magic[-1:].isdigit() else None
+
+
+def is_of_older_layout(path: Path) -> bool:
+    """An earlier version of this program wrote it, and nobody reads it any more."""
+    layout = layout_of(path)
+    return layout is not None and layout < int(MAGIC[-1:])
 
 
 def head_of(path: Path, file: BinaryIO, fingerprint: bytes | None) -> DiskEntry | None:

@@ -114,6 +114,30 @@ def test_the_longest_entry_that_the_prompt_begins_with_is_offered_first(tmp_path
     cache.close()
 
 
+def write_layout(folder, magic: bytes, seed: int, used_at: int = 0):
+    path = write(folder, seed=seed)
+    path.write_bytes(magic + path.read_bytes()[8:])
+    os.utime(path, (used_at, used_at))
+    return path
+
+
+def test_entries_of_other_layouts_are_told_from_damaged_ones(tmp_path):
+    kinds = {write_layout(tmp_path, magic, seed).name: kind for seed, (magic, kind) in enumerate({
+        b"Q27SNAP1": "older", b"Q27SNAP2": "turn", b"Q27SNAP3": "newer", b"Q27SNAPx": "damaged", b"SNAPSHOT": "damaged"}.items())}
+    cut = write(tmp_path, seed=77)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    assert {row["name"]: row["kind"] for row in describe(tmp_path)} == kinds | {cut.name: "damaged"}
+
+
+def test_entries_of_an_older_layout_go_at_start_and_before_all_others(tmp_path):
+    good, older = write(tmp_path, seed=1), write_layout(tmp_path, b"Q27SNAP1", 2, used_at=1 << 33)
+    assert evict(tmp_path, good.stat().st_size) == 1 and good.exists() and not older.exists()
+    older, newer = write_layout(tmp_path, b"Q27SNAP1", 2), write_layout(tmp_path, b"Q27SNAP3", 3)
+    cache = open_cache(tmp_path)
+    assert sorted(entries_of(tmp_path)) == sorted([good, newer]) and cache.to_dict()["entries"] == 1
+    cache.close()
+
+
 def test_two_processes_share_a_folder(tmp_path):
     one, two = open_cache(tmp_path), open_cache(tmp_path)
     tokens, slot, blocks = state_of(128)
