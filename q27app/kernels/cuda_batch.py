@@ -43,8 +43,6 @@ class BatchArea:
         self._hosts = Slates(device, 4 * end)
         self.address = device.allocate(4 * end)
         self._tables = np.full((max_seqs, table_stride), -1, np.int32)   # what is known to be on the device, -1 elsewhere
-        self._fixed: tuple[bytes, ...] | None = None   # likewise: rows' starts, slots, rows of logits
-        self._is_recorded = False
 
     def at(self, name: str, index: int = 0) -> int:
         """Device address of item `index` of a field."""
@@ -58,10 +56,8 @@ class BatchArea:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
         wanted, used, known = np.maximum(batch.block_tables, 0), self._at["tables"], self._tables[:count]
         is_other, fixed = bool((known[:, :width] != wanted).any()), (batch.row_starts.tobytes(), batch.slots.tobytes(), batch.logit_rows.tobytes())
-        self._is_recorded = self._is_recorded or self._device.is_recording   # a replay copies what it was recorded with
-        if moves and fixed == self._fixed and not is_other and not batch.keeps and not self._is_recorded:
+        if moves and not is_other and not batch.keeps and self._hosts.holds(fixed):
             return
-        self._fixed = fixed
         host = self._hosts.open().view(np.int32)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
                              ("row_starts", batch.row_starts), ("slots", batch.slots)):
@@ -74,10 +70,10 @@ class BatchArea:
             tables[:, :width] = wanted
             used += count * self.table_stride
             known[:] = -1
-            if not self._device.is_recording:
-                known[:, :width] = wanted
         self._send(self.address, host[:used])
-        self._hosts.sent()
+        self._hosts.sent(fixed)
+        if is_other and not self._device.is_recording:
+            known[:, :width] = wanted
 
     def release(self) -> None:
         self._device.release(self.address)

@@ -38,11 +38,10 @@ class Inputs:
     """Parameters of rows on the device, in one copy from page-locked memory. send: see `CudaBackend.send`."""
 
     def __init__(self, device, address: int, nbytes: int, send: Callable[[int, np.ndarray], None]) -> None:
-        self._device, self._address, self._size, self._send = device, address, nbytes, send
+        self._address, self._size, self._send = address, nbytes, send
         self._hosts = Slates(device, nbytes)
-        self._last: tuple[bytes, cuda_args.Sample] | None = None
-        """What lies there, if nothing but `put` changes it."""
-        self._is_recorded = False
+        self._args = cuda_args.Sample()
+        """Where everything lies."""
 
     def put(self, rows: SamplingRows, limits: np.ndarray | None = None) -> tuple[cuda_args.Sample, int]:
         """Where everything lies, and the limits. limits: of a chain of drafts, whose penalty lists get a place a step.
@@ -72,14 +71,13 @@ class Inputs:
         if end > self._size:
             raise Q27Error(f"sampling parameters of {len(rows.temperature)} rows need more than {self._size} bytes.")
         content, is_chain = b"".join(pieces), limits is not None
-        self._is_recorded = self._is_recorded or self._device.is_recording   # a replay copies what it was recorded with
-        if self._last is not None and self._last[0] == content and not is_chain and not self._is_recorded:
-            return self._last[1], 0
-        self._last = None if is_chain else (content, args)   # a chain changes it
+        if not is_chain and self._hosts.holds(content):
+            return self._args, 0
         host = self._hosts.open()
         host[:end] = np.frombuffer(content, np.uint8)
         self._send(self._address, host[:end])
-        self._hosts.sent()
+        self._hosts.sent(None if is_chain else content)   # a chain changes it
+        self._args = args
         return args, limits_at
 
 

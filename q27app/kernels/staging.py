@@ -4,6 +4,7 @@ arrays, one half of which is filled or emptied, by several threads, while the ot
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -44,21 +45,31 @@ class Slate:
 
 class Slates:
     """Two slates in turn, so that the host may prepare a pass while the one before has not begun. A recording that sends one sends that
-    one whenever it is replayed: from then on there is no other, and it sends what was written last."""
+    one whenever it is replayed: from then on there is no other, and it sends what was written last.
+
+    It also remembers what lies on the device, so that nobody sends it twice."""
 
     def __init__(self, device: Any, nbytes: int) -> None:
         self._device, self._slates = device, [Slate(device, nbytes), Slate(device, nbytes)]
         self._is_recorded = False
+        self._content: Hashable = None
+
+    def holds(self, content: Hashable) -> bool:
+        """Whether what was sent last was told to be this, and lies there still: a replay sends again without a word."""
+        self._is_recorded = self._is_recorded or self._device.is_recording
+        return not self._is_recorded and content is not None and self._content == content
 
     def open(self) -> np.ndarray:
         """See `Slate.open`."""
         if not self._is_recorded:
             self._slates.reverse()
-        self._is_recorded = self._is_recorded or self._device.is_recording
+        self._is_recorded, self._content = self._is_recorded or self._device.is_recording, None
         return self._slates[0].open()
 
-    def sent(self) -> None:
+    def sent(self, content: Hashable = None) -> None:
+        """What it holds has been sent. content: says what lies there from now on; None: it will be changed by others."""
         self._slates[0].sent()
+        self._content = content
 
 
 class Staging:

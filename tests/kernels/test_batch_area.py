@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
+from q27app.kernels.staging import Slates
 from tests.kernels.made import make_batch
 
 
@@ -127,3 +129,32 @@ def test_what_lies_there_is_not_copied_again_where_a_kernel_writes_the_rest():
     assert copies(4, [0], [[7]])
     memory.is_recording = False
     assert copies(4, [0], [[7]])
+
+
+def test_what_could_not_be_sent_is_sent_the_next_time():
+    memory = Memory()
+    area, batch = BatchArea(memory, 64, 4, 8), make_batch("decode", [[1]], [0], [2], [[5]])
+    area._send = lambda address, data: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        area.put(batch, moves=True)
+    area._send = memory.upload_pinned
+    area.put(batch, moves=True)
+    memory.synchronize()
+    assert found(memory, area, "slots", 1) == [2] and found(memory, area, "tables", 1) == [5]
+
+
+def test_slates_know_what_lies_there_until_others_change_it_or_a_recording_sends_them():
+    memory = Memory()
+    slates = Slates(memory, 16)
+    assert not slates.holds("a") and not slates.holds(None)
+    slates.open(), slates.sent("a")
+    assert slates.holds("a") and not slates.holds("b")
+    slates.open()
+    assert not slates.holds("a"), "it is being written"
+    slates.sent()
+    assert not slates.holds("a") and not slates.holds(None)
+    slates.open(), slates.sent("a")
+    memory.is_recording = True
+    slates.open(), slates.sent("a")
+    memory.is_recording = False
+    assert not slates.holds("a"), "a replay sends what the host's memory holds"
