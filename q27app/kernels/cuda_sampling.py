@@ -117,7 +117,8 @@ class Sampler:
         n = len(rows.temperature)
         self._check(logits, n)
         self._rows, self._num_logprobs = n, np.array(rows.num_logprobs, np.int32)
-        self._accepted_valid, self._sent, self._is_fetched = False, None, False
+        self._forget_sent()
+        self._accepted_valid, self._is_fetched = False, False
         kinds = _kinds(rows)
         args, _ = self._inputs.put(rows if kinds.drawn else replace(rows, positions=np.zeros(n, np.int64)))   # they tell of noise alone
         self._choose(args, logits, kinds, (0, 0))
@@ -233,6 +234,15 @@ class Sampler:
         backend.launch("accept", "accept", (1,), 256, 0, args)
         self._accepted_valid = True
         self._fetch()
+        if self._is_fetched:   # the host goes on while what was accepted is folded into the states
+            self._forget_sent()
+            self._sent = (self._device.mark(), self._rows, batch.num_seqs, self._num_logprobs, True)
+
+    def _forget_sent(self) -> None:
+        """Nobody will wait for what was on its way."""
+        if self._sent is not None and self._sent[0] is not None:
+            self._device.forget(self._sent[0])
+        self._sent = None
 
     def _fetch(self) -> None:
         """What was drawn and accepted, on its way to the host before anything else is done with it."""
@@ -244,6 +254,7 @@ class Sampler:
         """Of what was drawn and accepted; `result` waits for `end_download` and not for what comes after it."""
         if not self._is_fetched:
             self._fetch()
+        self._forget_sent()
         self._sent = (None, self._rows, num_seqs, self._num_logprobs, self._accepted_valid)
 
     def end_download(self) -> None:

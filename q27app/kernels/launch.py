@@ -81,6 +81,9 @@ class Device(Protocol):
         ...
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
+    def forget(self, event: Any) -> None:
+        """Of a `mark` that nobody will wait for."""
+        ...
     def is_done(self, event: Any) -> bool: ...
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
@@ -228,11 +231,15 @@ class CudaDevice:
         return event, self._now
 
     def wait(self, event: Any) -> None:
-        """Once for each `mark`."""
+        """Once for each `mark`, or `forget`."""
         handle, number = event
         self._check(self._driver.cuEventSynchronize(handle))
         self._events.append(handle)
         self._passed = max(self._passed, number)
+
+    def forget(self, event: Any) -> None:
+        """Instead of `wait`."""
+        self._events.append(event[0])
 
     def moment(self) -> int:
         """Now, for `has_passed`: whether the host has waited since for something that came after everything so far."""

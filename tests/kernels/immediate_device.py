@@ -31,6 +31,8 @@ class ImmediateDevice:
 
     def wait(self, event: int) -> None: ...
 
+    def forget(self, event: int) -> None: ...
+
     def is_done(self, event: int) -> bool:
         return True
 
