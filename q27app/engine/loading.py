@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -14,6 +15,7 @@ from q27app.engine.cache_plan import CachePlan, fingerprint_of, open_cache, plan
 from q27app.engine.depth import PassPrices
 from q27app.engine.draft_mtp import MIN_MARGIN, MtpDrafter
 from q27app.engine.drafter import Drafter
+from q27app.engine.phases import Phases
 from q27app.engine.prefix_cache import PrefixCache
 from q27app.engine.runner import RunsBatches
 from q27app.engine.slot_pool import SlotPool
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from q27app.model.budget import MemoryPlan
     from q27app.model.config import ModelConfig
     from q27app.weights.container import Container
+
+log = logging.getLogger("q27app.engine")
 
 NUMPY_PREFILL_CHUNK = 256
 GRAPH_BYTES = {"numpy": 0, "cuda": 7 << 18}
@@ -164,12 +168,14 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
     from q27app.model.config import ModelConfig
     from q27app.weights.container import open_container
 
+    phases = Phases()
     backend = open_backend(config.backend, config.nvcc, config.gpu)
+    phases.end("backend")
     try:
         with open_container(config.model) as container:
             shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
             geometry = ModelConfig.from_metadata(container.metadata, shapes)
-            return _load(config, backend, container, geometry, progress)
+            return _load(config, backend, container, geometry, progress, phases)
     except BaseException:
         backend.close()
         raise
@@ -183,14 +189,14 @@ def auto_chunk(backend: str, free: int) -> int:
 
 
 def _load(
-    config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress
+    config: EngineConfig, backend: Any, container: Container, geometry: ModelConfig, progress: Progress, phases: Phases
 ) -> Loaded:
     from q27app.model.budget import MAX_CONTEXT, place_embedding, with_shared_slots
     from q27app.model.forward import load_model
     from q27app.model.replays import most_recorded
     from q27app.model.weights import weight_bytes
 
-    started, free = time.monotonic(), backend.free_bytes()
+    free = backend.free_bytes()
     chunk = config.prefill_chunk or auto_chunk(backend.name, free)
     max_rows = max(chunk, MAX_DECODE_ROWS)
     container = _light(config, backend.name, container, geometry)
@@ -201,6 +207,7 @@ def _load(
     model = load_model(backend, container, max_rows, BLOCK_POSITIONS,
                        lambda done, total: progress(done / max(1, total)), in_host, config.fast_head, config.common_ids)
     weights, buffers = backend.taken_bytes()
+    phases.end("weights")
 
     def scratch(num_blocks: int) -> int:
         return buffers + backend.scratch_bytes(geometry, geometry.num_delta_layers, num_blocks, MAX_DECODE_ROWS)
@@ -214,11 +221,12 @@ def _load(
     plan = replace(plan, scratch=scratch(plan.num_blocks))
     model.replays.limit = most_recorded(plan.num_slots)
     state = model.allocate_state(plan.kv_format, plan.num_slots + cache_plan.num_slots, plan.num_blocks, MAX_DECODE_ROWS)
-    blocks, drafter = BlockPool(plan.num_blocks), _drafter(config, model, state, geometry)
+    phases.end("kernels and state")
+    blocks, slots, drafter = BlockPool(plan.num_blocks), SlotPool(plan.num_slots), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
-    slots = SlotPool(plan.num_slots)
     warm_up = _warm_up(model, state, slots, blocks, drafter)
-    _make_ready(config, backend, warm_up, cache, time.monotonic() - started)
+    phases.end("cache")
+    checksums = _make_ready(config, model, warm_up, cache, phases)
 
     def close() -> None:
         with closing(backend):
@@ -236,19 +244,28 @@ def _load(
         drafter=drafter,
         prefix_cache=cache,
         warm_up=warm_up if backend.is_ahead else None,
-        info=_info(config, backend.name, container, geometry, plan),
-        checksums=tuple(backend.checksums()) if config.verify_weights else (),
+        info=_info(config, backend.name, container, geometry, plan) | {"start": str(phases)},
+        checksums=checksums,
         close=close,
     )
 
 
-def _make_ready(config: EngineConfig, backend: Any, warm_up: WarmUp, cache: SnapshotCache | None, loading_s: float) -> None:
-    """The likeliest shapes are run and recorded, while the last states are read from disk; then those get their places."""
-    until = time.monotonic() + (min(WARM_UP_S, loading_s * WARM_UP_SHARE) if backend.is_ahead else 0.0)
+def _make_ready(config: EngineConfig, model: Any, warm_up: WarmUp, cache: SnapshotCache | None, phases: Phases) -> tuple[tuple[str, int], ...]:
+    """The likeliest shapes are run and recorded, while the last states are read from disk; then those get their places. Returns the
+    weights' checksums."""
+    loading_s = phases.total - phases.seconds["backend"]
+    until = time.monotonic() + (min(WARM_UP_S, loading_s * WARM_UP_SHARE) if model.backend.is_ahead else 0.0)
     while warm_up.has_work and (config.warm_up or time.monotonic() < until):
         warm_up.step()
+    phases.end("warm-up")
     if cache is not None:
         cache.arrive(ARRIVE_S)
+    phases.end("states from disk")
+    checksums = tuple(model.backend.checksums()) if config.verify_weights else ()
+    phases.end("checksums")
+    log.info("the engine is ready after %s; of the usual shapes of passes %d were run, %d are left, %d recorded", phases,
+             warm_up.num_run, warm_up.num_left, len(model.replays))
+    return checksums
 
 
 def _with_cache(config: EngineConfig, plan: MemoryPlan, backend_name: str) -> tuple[MemoryPlan, CachePlan]:

@@ -70,10 +70,15 @@ class WarmUp:
         self.prefill_ms: dict[int, list[float]] = {}
         """Rows of a prefill -> milliseconds of each run."""
         self._shapes = deque(usual_shapes(slots.num_slots, max_draft, drafts_mtp, model.max_rows))
+        self.num_run = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._shapes)
+
+    @property
+    def num_left(self) -> int:
+        return len(self._shapes)
 
     def step(self) -> None:
         """Run the next shape, if slots and blocks for it are free; else it is given up. Nobody waits for anything."""
@@ -89,6 +94,7 @@ class WarmUp:
             for slot in slots:
                 self._state.clear_slot(slot)
             self._run(kind, lengths, slots, blocks.reshape(len(lengths), width))
+            self.num_run += 1
             for slot in slots:
                 self._state.clear_slot(slot)
         except OutOfMemory:

@@ -1,0 +1,28 @@
+"""A start tells what it spent its time with."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from q27app.engine.loading import EngineConfig, open_model
+from q27app.engine.phases import Phases
+from q27app.weights.synthetic import synthesize
+
+
+def test_phases_follow_each_other():
+    phases = Phases()
+    first, second = phases.end("a"), phases.end("b")
+    assert phases.seconds == {"a": first, "b": second} and abs(phases.total - first - second) < 1e-6
+    assert re.fullmatch(r"\d+\.\d\d s: a \d+\.\d\d, b \d+\.\d\d", str(phases))
+
+
+def test_one_line_says_how_long_each_phase_took_and_what_was_run(tmp_path, caplog):
+    path = synthesize(tmp_path / "nano.q27", "nano", "chain", "q4s")
+    with caplog.at_level(logging.INFO, "q27app.engine"):
+        loaded = open_model(EngineConfig(model=path, backend="numpy", context=256, slots=1), lambda share: None)
+    loaded.close()
+    (line,) = [record.getMessage() for record in caplog.records if "ready after" in record.getMessage()]
+    for name in ("backend", "weights", "kernels and state", "cache", "warm-up", "states from disk"):
+        assert re.search(rf"\b{name} \d+\.\d\d", line), line
+    assert "0 were run" in line and loaded.info["start"] in line
