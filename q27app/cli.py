@@ -6,6 +6,7 @@ everything else to standard error. `main` alone decides exit codes (see `errors`
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import click
 
 from q27app import __version__, errors
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("q27app.cli_run:serve", "Serve a model over HTTP until stopped."),
@@ -107,8 +110,8 @@ def _bare(ctx: click.Context, connect: str | None, key: str | None, is_ascii: bo
 
         ctx.exit(open_tui(connect, key, is_ascii, use_mouse))
     if not sys.stdout.isatty():
-        click.echo("Usage: q27app COMMAND ...  (see q27app --help)\nCommands: " + ", ".join(COMMANDS), err=True)
-        ctx.exit(errors.EXIT_USAGE)
+        raise errors.UsageError("the screens need a terminal, and this is none. Usage: q27app COMMAND ...",
+                                f"See q27app --help. Commands: {', '.join(COMMANDS)}.")
     from q27app.config import load_config
 
     server = load_config().server
@@ -138,6 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _silence(sys.stdout)
+    except OSError as error:
+        code = _no_room(error)
     sys.exit(code)
 
 
@@ -148,6 +153,10 @@ def run(arguments: list[str]) -> int:
         return result if isinstance(result, int) else errors.EXIT_OK
     except errors.Q27Error as error:
         return _complain(error.message, error.hint, error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:   # its message is the help
+        click.echo(error.format_message(), err=True)
+        command = error.ctx.command_path if error.ctx else "q27app"
+        return _complain(f"{command} wants one of its commands.", "", errors.EXIT_USAGE)
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "q27app"
         return _complain(error.format_message(), f"See {command} --help.", errors.EXIT_USAGE)
@@ -159,6 +168,8 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         _silence(sys.stdout)
         return errors.EXIT_FAILED
+    except OSError as error:
+        return _no_room(error) if error.errno in NO_ROOM else report_crash(error, arguments)
     except Exception as error:  # a mistake of ours: the traceback belongs in a file, not on the user's screen
         return report_crash(error, arguments)
 
@@ -175,6 +186,13 @@ def _complain(message: str, hint: str, code: int) -> int:
     if hint:
         click.echo(f"  {hint}", err=True)
     return code
+
+
+def _no_room(error: OSError) -> int:
+    """A disk is full, be it that of the output; what is still buffered goes."""
+    _silence(sys.stdout)
+    where = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
+    return _complain(f"{where}: {error.strerror or error}.", "Free some space, or have it written elsewhere.", errors.EXIT_FAILED)
 
 
 def _use_color() -> bool:

@@ -116,6 +116,7 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts))
         return
+    facts["fits"] = "unknown" if fits is None else fits
     for key, value in facts.items():
         click.echo(f"{key:<15} {value}")
 

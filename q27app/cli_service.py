@@ -109,8 +109,11 @@ def logs(follow: bool, lines: int) -> None:
     """Show the service's log."""
     import subprocess
 
-    from q27app.setup.service import NoUserManager, journal_command
+    from q27app.setup.service import NoUserManager, journal_command, unit_path
 
+    if not unit_path().exists():
+        click.echo("The service is not installed; what an earlier one has left follows, if anything. Install it: q27app service install",
+                   err=True)
     try:
         subprocess.run(journal_command(follow, lines), check=False)
     except FileNotFoundError as error:

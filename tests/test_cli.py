@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import subprocess
 import sys
@@ -33,15 +34,15 @@ def own_log_handlers():
 
 def start(*arguments: str, **options) -> subprocess.Popen:
     """q27app as a program of its own."""
-    return subprocess.Popen([sys.executable, "-m", "q27app", *arguments], cwd=REPOSITORY, env=child_environment(),
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    streams = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    return subprocess.Popen([sys.executable, "-m", "q27app", *arguments], cwd=REPOSITORY, env=child_environment(), **streams | options)
 
 
-def finish(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
+def finish(*arguments: str, given: bytes = b"", **options) -> tuple[int, str, str]:
     """(exit code, standard output, standard error)."""
-    program = start(*arguments)
+    program = start(*arguments, **options)
     out, err = program.communicate(given, timeout=120)
-    return program.returncode, out.decode(), err.decode()
+    return program.returncode, (out or b"").decode(), err.decode()
 
 
 def test_help_is_quick():
@@ -60,7 +61,42 @@ def test_help_is_quick():
 def test_no_command_on_a_pipe_is_wrong_usage():
     code, out, err = finish()
     assert (code, out) == (2, "")
-    assert "serve, demo" in err
+    assert err.startswith("error: the screens need a terminal") and "serve, demo" in err
+
+
+@pytest.mark.parametrize("group", ["bench", "cache", "config", "kernels", "service", "tokens"])
+def test_a_group_without_its_command_shows_the_help_and_says_so(group, capfd):
+    assert run([group]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"Usage: q27app {group}")
+    assert captured.err.endswith(f"error: q27app {group} wants one of its commands.\n")
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("--help",), ("config", "show", "--json")])
+def test_a_full_disk_is_no_mistake_of_ours(arguments):
+    with open("/dev/full", "w") as full:
+        code, _, err = finish(*arguments, stdout=full)
+    assert code == 1
+    assert err == "error: the output cannot be written: No space left on device.\n  Free some space, or have it written elsewhere.\n"
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["convert", "{folder}", "{folder}/x.q27"], "holds no config.json.\n  Give the folder of a Hugging Face model"),
+    (["convert", "{demo}", "{folder}/x.q27"], "the file is a .q27 already"),
+    (["synth", "{folder}/none/x.q27"], "cannot be written: No such file or directory.\n  Make the folder"),
+    (["rm", "demo"], "demo is the bundled model, a part of the program"),
+])
+def test_what_was_expected_and_what_to_do_are_said(arguments, says, tmp_path, capfd):
+    from q27app.paths import resolve_model
+
+    assert run([part.format(folder=tmp_path, demo=resolve_model("demo")) for part in arguments]) in (2, 3)
+    assert says in capfd.readouterr().err
+
+
+def test_whether_a_model_fits_is_unknown_without_a_card(capfd, monkeypatch):
+    monkeypatch.setattr("q27app.gpu.read_gpus", lambda: [])
+    assert run(["show", "demo"]) == 0
+    assert re.search(r"^fits +unknown$", capfd.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments", [

@@ -263,8 +263,9 @@ def _make_ready(config: EngineConfig, model: Any, warm_up: WarmUp, cache: Snapsh
     phases.end("states from disk")
     checksums = tuple(model.backend.checksums()) if config.verify_weights else ()
     phases.end("checksums")
-    log.info("the engine is ready after %s; of the usual shapes of passes %d were run, %d are left, %d recorded", phases,
-             warm_up.num_run, warm_up.num_left, len(model.replays))
+    shapes = (f"; of the usual shapes of passes {warm_up.num_run} were run and {len(model.replays)} recorded, {warm_up.num_left} are left"
+              if model.backend.is_ahead or warm_up.num_run else "")
+    log.info("the engine is ready after %s%s", phases, shapes)
     return checksums
 
 

@@ -176,7 +176,8 @@ def place(plan: Import, how: str) -> Path:
         return plan.target
     size, free = plan.source.stat().st_size, shutil.disk_usage(plan.target.parent).free
     if size > free:
-        raise UsageError(f"{plan.target.parent}: {free / 1e9:.1f} GB are free, the file has {size / 1e9:.1f} GB.", "Use --link or --move.")
+        raise UsageError(f"{plan.target.parent}: {free / 1e9:.3f} GB are free, the file has {size / 1e9:.3f} GB.",
+                         "Free some space, or use --link; --move where the file lies on the same disk.")
     part = plan.target.with_name(plan.target.name + ".part")
     try:
         shutil.copyfile(plan.source, part)
@@ -191,6 +192,8 @@ def find_installed(name: str) -> Path:
     for path in installed_models():
         if name in (path.stem, path.name):
             return path
+    if name == "demo":
+        raise UsageError("demo is the bundled model, a part of the program: it stays.", "q27app uninstall takes the program away.")
     names = ", ".join(path.stem for path in installed_models()) or "none yet"
     raise UsageError(f"there is no model {name[:80]!r} in {models_dir()}.", f"Models: {names}.")
 

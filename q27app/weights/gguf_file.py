@@ -94,8 +94,11 @@ class _Walk:
         return struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))[0]
 
     def preamble(self) -> tuple[int, int]:
-        if self.take(4, "the magic") != b"GGUF":
-            raise self.problem("the file does not begin with GGUF", "Give a GGUF file or a Hugging Face folder.")
+        magic = self.take(4, "the magic")
+        if magic != b"GGUF":
+            is_ours = magic == b"Q27F"
+            raise self.problem("the file is a .q27 already" if is_ours else "the file does not begin with GGUF",
+                               "Give a GGUF file or a Hugging Face folder.")
         version = self.unpack("I", "the version")
         if version not in (2, 3):
             raise self.problem(f"GGUF version {version}, expected 2 or 3, little endian",

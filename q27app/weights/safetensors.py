@@ -43,6 +43,9 @@ def open_safetensors_folder(path: str | Path) -> Source:
     if not folder.is_dir():
         raise FileFormatError(f"{folder} is not a folder.",
                               "Give the folder that holds config.json and model.safetensors.")
+    if not (folder / "config.json").exists():
+        raise FileFormatError(f"{folder} holds no config.json.",
+                              "Give the folder of a Hugging Face model, with config.json, its safetensors and its tokenizer.")
     config = parse_json_object(read_small_file(folder / "config.json", MAX_JSON_BYTES), f"{folder / 'config.json'}")
     placed = _shards(folder)
     source = Source(folder, config, {})
