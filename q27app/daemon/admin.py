@@ -134,7 +134,10 @@ async def reload(request: web.Request) -> web.Response:
     daemon = request.app[DAEMON]
     if daemon.is_draining:
         raise Overloaded("the daemon is shutting down.")
-    return json_response((await reload_config(daemon)).to_dict())
+    work = asyncio.create_task(reload_config(daemon))   # a client that leaves half way leaves no half of it
+    daemon.background.add(work)
+    work.add_done_callback(daemon.background.discard)
+    return json_response((await asyncio.shield(work)).to_dict())
 
 
 def _report(what: str, done: Future[Any]) -> None:
@@ -143,10 +146,13 @@ def _report(what: str, done: Future[Any]) -> None:
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """POST /admin/cancel/ID: end a request that runs or waits."""
+    """POST /admin/cancel/ID: end a request that runs or waits, with all its answers, or one of its answers."""
     await _body(request)
-    name = request.match_info["id"]
-    if not request.app[DAEMON].engine.cancel(name):
+    daemon, name = request.app[DAEMON], request.match_info["id"]
+    record = daemon.active.get(name)
+    if record is not None and not record.has_ended:
+        daemon.cancel(record)
+    elif not daemon.engine.cancel(name):
         raise NotFound(f"no request {name[:80]!r} runs or waits.", "/status lists them.")
     return json_response({"id": name, "cancelled": True})
 

@@ -148,6 +148,8 @@ class Daemon:
         self.reread: Callable[[], Config] | None = None
         """Gives the configuration as it stands now, for a reload."""
         self.reloading = asyncio.Lock()
+        self.background: set[asyncio.Task[Any]] = set()
+        """What goes on when the client that asked for it has gone."""
         self.last_reload: Reloaded | None = None
         self._constraints: tuple[int, Constraints] | None = None
         self._bell: Bell | None = None
@@ -203,9 +205,16 @@ class Daemon:
                 self.engine.cancel(name)
 
     def end(self, record: RequestRecord) -> None:
-        """Close the record: metrics, one log line, one event, and its file where requests are captured."""
+        """Close the record: metrics, one log line, one event, and its file where requests are captured. Never raises: the reply has
+        been sent."""
         del self.active[record.id]
         self.residence.touch()
+        try:
+            self._tell(record)
+        except Exception:
+            log.exception("request %s has ended, and not all of that could be told", record.id)
+
+    def _tell(self, record: RequestRecord) -> None:
         self._count(record)
         fields = record.to_dict() | _ending(record.stats)
         if self.capture is not None:

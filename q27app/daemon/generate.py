@@ -44,6 +44,8 @@ async def open_generation(
     error that ends an answer.
     """
     choices = await prepare(daemon, chat, record)
+    if record.is_cancelled:
+        raise Cancelled("the request was cancelled by the operator.")
     inbox = Inbox(on_overflow=lambda: daemon.cancel(record), bell=daemon.bell())
     try:
         for choice in choices:

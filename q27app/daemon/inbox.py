@@ -8,11 +8,14 @@ engine brings events for many requests: one `Bell` wakes the loop once for all o
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from q27app.engine.request import TokenEvent
+
+log = logging.getLogger("q27app.daemon")
 
 MAX_BACKLOG = 32_768
 """Tokens that may wait for a slow reader."""
@@ -41,7 +44,10 @@ class Bell:
         with self._lock:
             due, self._due = self._due, []
         for call in due:
-            call()
+            try:
+                call()
+            except Exception:   # the others wait too
+                log.exception("an answer's receiver failed")
 
 
 class Inbox:

@@ -261,8 +261,8 @@ async def _drain(app: web.Application, stop: _Signals, timeout_s: float, notifie
     deadline = asyncio.get_running_loop().time() + timeout_s
     while daemon.active and asyncio.get_running_loop().time() < deadline and not stop.at_once.is_set():
         await _sleep_until(stop.at_once, 0.05)
-    for name in list(daemon.active):
-        daemon.engine.cancel(name)
+    for record in list(daemon.active.values()):
+        daemon.cancel(record)
     deadline = asyncio.get_running_loop().time() + CANCEL_GRACE_S
     while daemon.active and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)

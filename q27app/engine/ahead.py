@@ -39,4 +39,7 @@ def _is_plain(part: Part) -> bool:
 
 def _lets_go(guide: Guide | None) -> bool:
     """What is drawn will stay, unless the answer ends."""
-    return guide is None or (is_open(guide) and not getattr(guide, "may_divert", True))
+    try:
+        return guide is None or (is_open(guide) and not getattr(guide, "may_divert", True))
+    except Exception:   # it is shown what was drawn, and its mistakes end its own request there
+        return False

@@ -206,6 +206,7 @@ class Engine:
 
     def _order_locked(self, kind: str) -> Future:
         future: Future = Future()
+        future.set_running_or_notify_cancel()   # whoever waits may leave; the order is obeyed and its end told all the same
         self._last_order = self._last_order if kind == "verify" else kind
         if self._has_died or self._is_closing or self._thread is None:
             why = "is not started" if self._thread is None else "has ended"

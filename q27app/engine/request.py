@@ -58,8 +58,12 @@ class Guide(Protocol):
 
 
 def is_open(guide: Guide | None) -> bool:
-    """Nothing constrains what is drawn next: there is no guide, or it says so."""
-    return guide is None or getattr(guide, "is_open", False)
+    """Nothing constrains what is drawn next: there is no guide, or it says so. One that fails here is asked for its mask, where its
+    mistakes end its own request."""
+    try:
+        return guide is None or bool(getattr(guide, "is_open", False))
+    except Exception:
+        return False
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ async def start(engine_of, tokenizer, template, config) -> AsyncIterator[Callabl
         opened.append((runner, session))
         running = Running(f"http://127.0.0.1:{port}", port, engine, app[DAEMON], session)
         running.listener = site._server.sockets[0]
-        running.replies = replies
+        running.replies, running.app = replies, app
         return running
 
     yield make

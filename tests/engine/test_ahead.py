@@ -173,6 +173,30 @@ def test_a_guide_that_allows_nothing_behind_a_pass_ends_its_request_alone(is_alo
     assert other is None or other.tokens == expected_text(prompt_of(6, 3), 25)
 
 
+class Mute(TableGuide):
+    """Says nothing of what it constrains: asking for `wanted` fails."""
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+        super().__init__({})
+
+    def __getattribute__(self, name: str):
+        if name == object.__getattribute__(self, "wanted"):
+            raise RuntimeError("a mistake of its own")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("wanted", ["is_open", "may_divert"])
+def test_a_guide_that_cannot_say_what_it_constrains_is_waited_for(wanted):
+    guide = Mute("none")
+    guide.is_open, guide.wanted = True, wanted
+    desk = Desk(slots=2)
+    desk.model.backend.is_ahead = True
+    mute, other = desk.ask(prompt_of(5), 20, guide=guide), desk.ask(prompt_of(6, 3), 25)
+    desk.run()
+    assert mute.tokens == expected_text(prompt_of(5), 20) and other.tokens == expected_text(prompt_of(6, 3), 25)
+
+
 def test_a_pass_that_cannot_be_started_behind_another_leaves_no_draws_to_the_next_request():
     desk, phases = Desk(slots=1), []
 

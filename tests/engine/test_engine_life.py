@@ -95,6 +95,20 @@ def test_unload_lets_running_requests_finish_and_load_brings_the_model_back(open
     assert engine.status().state == "ready" and len(made) == 3
 
 
+@pytest.mark.parametrize("kind", ["unload", "drain", "load"])
+def test_who_gave_an_order_may_leave_and_it_is_obeyed(open_engine, kind):
+    engine = open_engine(lambda config, progress: load_toy(slots=1))
+    hold = threading.Event()
+    answer = ask(engine, answer=Waiting(hold))
+    assert answer.has_begun.wait(WAIT_S)
+    order = getattr(engine, kind)()
+    assert not order.cancel()
+    hold.set()
+    assert answer.wait().finish is FinishReason.LENGTH and order.result(WAIT_S) is None
+    engine.load().result(WAIT_S)
+    assert ask(engine, "next").wait().tokens == expected_text((1, 2, 3), 10) and engine.status().error is None
+
+
 def test_a_later_load_that_fails_leaves_the_engine_unloaded(open_engine):
     answers = [load_toy(), OutOfMemory("a game has taken the card."), load_toy()]
 
