@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from q27app.errors import EXIT_OK, Q27Error, Unreachable, UsageError
+from q27app.errors import EXIT_OK, Q27Error, Unreachable, UsageError, why
 
 if TYPE_CHECKING:
     from q27app.client import Client
@@ -61,7 +61,7 @@ def _first_key(path: Path) -> str:
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the key cannot be read: {error}.") from error
+        raise UsageError(f"{path}: the key cannot be read: {why(error)}.") from error
     return next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), "")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from q27app.errors import UsageError
+from q27app.errors import UsageError, why
 
 MAX_FILE_BYTES = 1 << 20
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -60,7 +60,7 @@ def read_file(path: Path) -> Iterator[tuple[str, str | None, Any, int]]:
         place = f"{path}:{line.group(1)}" if line else str(path)
         raise UsageError(f"{place}: not valid TOML: {error}.", 'Write key = value lines below a [section].') from error
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.", "Make it a UTF-8 text file that you may read.") from error
+        raise UsageError(f"{path}: cannot be read: {why(error)}.", "Make it a UTF-8 text file that you may read.") from error
     lines = _lines_of_keys(text)
     for section, content in tree.items():
         if not isinstance(content, dict):
@@ -144,7 +144,7 @@ def _shown(value: Any) -> str:
 def allowed(kind: str, rule: Rule) -> str:
     """In words what a field takes."""
     if rule.choices:
-        return ", ".join(rule.choices)
+        return ", ".join(choice or '""' for choice in rule.choices)
     if kind == "bool":
         return "true, false"
     if kind.startswith("tuple"):

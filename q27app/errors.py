@@ -54,6 +54,11 @@ class Q27Error(Exception):
         return f"{self.message} {self.hint}".strip()
 
 
+def why(error: Exception) -> str:
+    """What an error says, without the number and the path that an OSError puts around it."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class UsageError(Q27Error):
     """A flag, an environment variable or a configuration value cannot be used."""
 

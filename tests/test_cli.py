@@ -287,3 +287,15 @@ def test_progress_away_from_a_terminal_prints_each_tenth_once(capfd):
 
 def test_bytes_are_printed_in_powers_of_1000():
     assert [human_bytes(n) for n in (999, 1500, 2_500_000, 15.46e9)] == ["999 B", "1.50 kB", "2.50 MB", "15.46 GB"]
+
+
+def test_a_file_is_named_once_and_without_the_systems_number(tmp_path, capfd):
+    for arguments in (["serve", "--api-key-file", str(tmp_path / "none")], ["bench", "plot", str(tmp_path / "none"), "x.png"]):
+        assert run(arguments) == 2
+        err = capfd.readouterr().err
+        assert err.count(str(tmp_path / "none")) == 1 and "Errno" not in err and "No such file or directory" in err
+
+
+def test_a_setting_that_may_be_empty_says_so(capfd):
+    assert run(["serve", "--preset", "x"]) == 2
+    assert 'Allowed: "", agentic' in capfd.readouterr().err

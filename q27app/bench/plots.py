@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from q27app.errors import UsageError
+from q27app.errors import UsageError, why
 
 MARKERS = "ovs^D<P>X*h"
 """One a stage in the roofline."""
@@ -160,7 +160,7 @@ def read_report(path: Path) -> dict[str, Any]:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
         value = json.loads(lines[-1]) if lines else None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"{path} holds no report: {error}.", "Give what a benchmark printed with --json.") from error
+        raise UsageError(f"{path} holds no report: {why(error)}.", "Give what a benchmark printed with --json.") from error
     if not isinstance(value, dict) or "bench" not in value:
         raise UsageError(f"{path} holds no report.", "Give what a benchmark printed with --json.")
     return value

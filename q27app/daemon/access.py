@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from q27app.daemon.failures import RequestTimeout, UnsupportedMediaType
 from q27app.daemon.fields import decode_body
-from q27app.errors import Forbidden, PayloadTooLarge, Unauthorized, UsageError
+from q27app.errors import Forbidden, PayloadTooLarge, Unauthorized, UsageError, why
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -65,7 +65,7 @@ def _read_key_file(name: str) -> list[str]:
         with path.open("rb") as file:
             text = file.read(MAX_KEY_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the key file cannot be read: {error}.", "One key a line, in UTF-8.") from error
+        raise UsageError(f"{path}: the key file cannot be read: {why(error)}.", "One key a line, in UTF-8.") from error
     keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:

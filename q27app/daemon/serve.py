@@ -56,6 +56,7 @@ def serve(config: Config, announce: Announce | None = None, reread: Reread | Non
     from q27app.daemon.parts import open_parts
 
     open_log(config.log)
+    _warn_of_a_missing_file()
     keys = load_keys(config)
     check_exposure(config, keys)
     if keys.are_needed:
@@ -65,6 +66,14 @@ def serve(config: Config, announce: Announce | None = None, reread: Reread | Non
     engine, tokenizer, template = open_parts(config)
     announce = announce or (_print_banner if config.log.format == "text" else None)
     return asyncio.run(run(engine, tokenizer, template, config, announce, Notifier(notify_socket()), reread))
+
+
+def _warn_of_a_missing_file() -> None:
+    """Whoever names a configuration file of his own expects that it counts."""
+    from q27app.config import config_path, variable
+
+    if variable("Q27APP_CONFIG") and not config_path().exists():
+        log.warning("Q27APP_CONFIG names %s, which does not exist: defaults are used in its place", config_path())
 
 
 def calm() -> None:

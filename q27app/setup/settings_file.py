@@ -10,7 +10,7 @@ from typing import Any
 
 from q27app.config import load_config
 from q27app.config_values import MAX_FILE_BYTES
-from q27app.errors import UsageError
+from q27app.errors import UsageError, why
 from q27app.paths import ensured
 
 
@@ -43,7 +43,7 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> bool:
     try:
         text = target.read_text(encoding="utf-8") if target.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.", "Make it a UTF-8 text file that you may read.") from error
+        raise UsageError(f"{path}: cannot be read: {why(error)}.", "Make it a UTF-8 text file that you may read.") from error
     if len(text) > MAX_FILE_BYTES:
         raise UsageError(f"{path}: {len(text)} characters is too large for a configuration file.")
     changed = with_settings(text, settings)

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from q27app.errors import FileFormatError
+from q27app.errors import FileFormatError, why
 from q27app.weights.codecs import decode, first_not_finite
 from q27app.weights.dtypes import DTYPES_BY_CODE, F16, F32, DType, require_readable, row_bytes, scales_per_row
 from q27app.weights.metadata import MAX_METADATA_BYTES, parse_metadata
@@ -199,7 +199,7 @@ def _map(path: Path) -> mmap.mmap:
     except FileNotFoundError:
         raise FileFormatError(f"{path} does not exist; expected a .q27 model file.") from None
     except (OSError, ValueError) as problem:
-        raise FileFormatError(f"{path} cannot be opened: {problem}.") from problem
+        raise FileFormatError(f"{path} cannot be opened: {why(problem)}.") from problem
 
 
 def _read_header(mapping: mmap.mmap, file: str) -> tuple[dict[str, Any], list[_Record], int]:

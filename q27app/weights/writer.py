@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from q27app.errors import FileFormatError, Q27Error, UsageError
+from q27app.errors import FileFormatError, Q27Error, UsageError, why
 from q27app.weights.codecs import first_not_finite
 from q27app.weights.container import (
     ALIGNMENT,
@@ -169,7 +169,7 @@ class Writer:
                 done += os.pwrite(self._file, view[done:], offset + done)
         except OSError as problem:
             raise Q27Error(
-                f"{self.path}: writing failed after {offset + done} of {self.file_bytes} bytes: {problem}."
+                f"{self.path}: writing failed after {offset + done} of {self.file_bytes} bytes: {why(problem)}."
             ) from problem
 
     def _commit(self) -> None:
@@ -189,7 +189,7 @@ class Writer:
             finally:
                 os.close(folder)
         except OSError as problem:
-            raise Q27Error(f"{self.path} could not be completed: {problem}.") from problem
+            raise Q27Error(f"{self.path} could not be completed: {why(problem)}.") from problem
         self._close()
 
     def _refuse_existing(self) -> None:

@@ -227,3 +227,18 @@ def test_serve_refuses_an_open_address_before_it_opens_a_model(with_server):
 
     with pytest.raises(UsageError, match="without any key"):
         serve(with_server(host="0.0.0.0"))
+
+
+def test_a_configuration_file_that_is_named_and_missing_is_told(monkeypatch, tmp_path, caplog):
+    from q27app.daemon.serve import _warn_of_a_missing_file
+
+    path = tmp_path / "mine.toml"
+    monkeypatch.setenv("Q27APP_CONFIG", str(path))
+    _warn_of_a_missing_file()
+    assert str(path) in caplog.text and "does not exist" in caplog.text
+    caplog.clear()
+    path.touch()
+    _warn_of_a_missing_file()
+    monkeypatch.delenv("Q27APP_CONFIG")
+    _warn_of_a_missing_file()
+    assert not caplog.text

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from q27app.errors import FileFormatError, Q27Error, UsageError
+from q27app.errors import FileFormatError, Q27Error, UsageError, why
 from q27app.tui import blocks, commands, exchange
 from q27app.tui.history import Conversation, History, Message, end_of, siblings
 from q27app.tui.screens.dialogs import Question
@@ -219,7 +219,7 @@ class Orders(Room):
                 raise FileFormatError(f"{path}: {path.stat().st_size:,} bytes, expected at most {exchange.MAX_BYTES:,}.")
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise FileFormatError(f"{path}: cannot be read: {error}.") from error
+            raise FileFormatError(f"{path}: cannot be read: {why(error)}.") from error
         self.open_conversation(exchange.load(self.history, text, path.name))
         self.show_branch()
 
