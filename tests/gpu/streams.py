@@ -15,12 +15,14 @@ GPU_FREE_MIB: wait for so much free memory first. Every daemon ends with its par
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +88,9 @@ class Run:
                                   "model.slots": self.sizes.slots, "model.kv": self.kv}
         began, failed = time.monotonic(), len(checks.failures)
         with ChildDaemon({**common, **settings}, 150) as daemon:
-            line(name, f"ready after {time.monotonic() - began:.1f} s")
+            seconds = time.monotonic() - began
+            with urllib.request.urlopen(f"{daemon.url}/status", timeout=10) as reply:
+                line(name, f"ready after {seconds:.1f} s, the engine after {json.load(reply)['engine']['model']['start']}")
             yield daemon
             if len(checks.failures) > failed:
                 line(f"{name}, its last words", daemon.last_words())

@@ -85,7 +85,9 @@ def open_engine(path: Path, **options) -> tuple[Engine, float]:
     if status.state != "ready":
         engine.close()
         raise status.error or AssertionError(f"the engine is {status.state}")
-    return engine, time.monotonic() - started
+    seconds = time.monotonic() - started
+    print(f"{'a start':<34} {status.model['start']}", flush=True)
+    return engine, seconds
 
 
 def answer(engine: Engine, prompt, count: int, name: str = "r", **params):
