@@ -28,7 +28,7 @@ XML_SHARE = 0.25
 EFFORTS = (None, None, None, None, "low", "medium", "xhigh")
 REPEAT_WEIGHT = 0.25
 """Of a token that was seen before in the same company."""
-REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.2), (0.4, 0.04), (1.0, 0.0))
+REPEAT_BATCHES = ((0.05, 0.6), (0.12, 0.25), (0.4, 0.1), (0.9, 0.06), (1.0, 0.0))
 """(until this share of the run, share of the batches that are `repeats` alone)."""
 REPEAT_LENGTH = 8192
 """The longest class whose rows are filled up."""

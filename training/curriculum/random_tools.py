@@ -257,7 +257,7 @@ TAILS = (".", ".", "", "?", "!", " please.", ", please.", " now.", " for me.", "
 DETERMINERS = ("the", "the", "a", "my", "this", "our", "some", "one", "that", "every", "")
 
 
-KEYED_SHARE = 0.18
+KEYED_SHARE = 0.22
 """Of the requests among several tools: those that only a parameter's name tells."""
 
 
