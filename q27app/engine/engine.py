@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from q27app.engine.limits import check_request
-from q27app.engine.loading import EngineConfig, Loaded, OpenModel, check_config, open_model as open_real_model
+from q27app.engine.loading import EngineConfig, Loaded, OpenModel, check_config, loading_error, open_model as open_real_model
 from q27app.engine.request import Request
 from q27app.engine.sequence import Deliver, Sequence, Status
 from q27app.engine.status import EngineStatus, Meter
@@ -300,8 +300,8 @@ class Engine:
         except _Closing:
             future.set_exception(EngineDied("the engine was closed while it loaded."))
             return
-        except Q27Error as error:
-            log.error("the model could not be loaded: %s", error)
+        except Exception as problem:   # whatever it is, nothing of that model is there, and another may be loaded
+            error = loading_error(problem)
             with self._lock:
                 self._state, self._error = "unloaded" if self._was_ready else "failed", error
             future.set_exception(error)

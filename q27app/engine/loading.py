@@ -21,7 +21,7 @@ from q27app.engine.runner import RunsBatches
 from q27app.engine.slot_pool import SlotPool
 from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.engine.warm_up import WarmUp
-from q27app.errors import UsageError
+from q27app.errors import OutOfMemory, Q27Error, UsageError
 from q27app.kernels.backend import State
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
 
@@ -160,6 +160,18 @@ def check_config(config: EngineConfig) -> None:
         raise UsageError(f"embed is {config.embed!r}, expected one of {', '.join(EMBED_PLACES)}.")
     if config.max_queue < 0:
         raise UsageError(f"max_queue is {config.max_queue}, expected 0 or more.")
+
+
+def loading_error(problem: Exception) -> Q27Error:
+    """Why a model could not be loaded; the log has the rest."""
+    if isinstance(problem, Q27Error):
+        log.error("the model could not be loaded: %s", problem)
+        return problem
+    log.error("the model could not be loaded", exc_info=problem)
+    if isinstance(problem, MemoryError):
+        return OutOfMemory(f"host memory does not hold the model: {str(problem) or 'the system gives no more'}.",
+                           "Close other programs, or choose a smaller context or tier.")
+    return Q27Error(f"the model could not be loaded: {type(problem).__name__}: {problem}"[:500], "The log has the details.")
 
 
 def open_model(config: EngineConfig, progress: Progress) -> Loaded:

@@ -11,7 +11,7 @@ import q27app.engine.engine as engine_module
 from q27app.engine.engine import Engine
 from q27app.engine.loading import EngineConfig, auto_chunk
 from q27app.engine.request import FinishReason
-from q27app.errors import EngineDied, OutOfMemory, Overloaded, UsageError
+from q27app.errors import EngineDied, OutOfMemory, Overloaded, Q27Error, UsageError
 from tests.engine.toy import expected_text, load_toy
 from tests.engine.waiting import WAIT_S, Waiting, ask, until
 
@@ -26,6 +26,28 @@ def test_a_model_that_cannot_be_loaded_is_told_and_refuses_requests(open_engine)
     with pytest.raises(EngineDied, match="27 GB"):
         ask(engine)
     assert isinstance(engine.load().exception(WAIT_S), OutOfMemory)
+
+
+@pytest.mark.parametrize("problem, kind, says", [
+    (MemoryError("Unable to allocate 4.00 GiB"), OutOfMemory, "host memory does not hold the model: Unable to allocate"),
+    (MemoryError(), OutOfMemory, "the system gives no more"), (KeyError("blk.3"), Q27Error, "could not be loaded: KeyError: 'blk.3'"),
+])
+def test_whatever_loading_ends_with_the_engine_lives_and_loads_another(open_engine, problem, kind, says, caplog):
+    answers = [load_toy(), problem, load_toy()]
+
+    def opens(config, progress):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    engine = open_engine(opens)
+    engine.unload().result(WAIT_S)
+    error = engine.load().exception(WAIT_S)
+    assert type(error) is kind and says in str(error) and "Traceback" in caplog.text
+    assert engine.status().state == "unloaded"
+    engine.load().result(WAIT_S)
+    assert ask(engine).wait().tokens == expected_text((1, 2, 3), 10)
 
 
 def test_loading_shows_progress_and_refuses_meanwhile(open_engine):
