@@ -33,7 +33,7 @@ template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p
   int index = blockIdx.x;
 #pragma unroll 1
   while (true) {
-    if (threadIdx.x == 0) item.found = find_item<ROWS>(p, index, item);
+    if (threadIdx.x < 32) find_item<ROWS>(p, index, item);
     __syncthreads();
     if (!item.found) return;
     columns.attend(item, index == (int)blockIdx.x);

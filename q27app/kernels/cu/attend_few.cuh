@@ -35,21 +35,30 @@ struct Item {   // lies in shared memory, as registers are scarce
 static_assert(sizeof(Item) <= 48, "bytes that plans keep for it");
 
 // Groups of rows of one cut follow each other: they find its keys in the second cache. One that does not reach the cut gets no keys of it.
-template <int ROWS> __device__ __forceinline__ bool find_item(const Attend& p, int index, Item& item) {
-  for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int first = p.row_starts[seq], end = p.row_starts[seq + 1];
-    if (first >= end) continue;
-    const int groups = (end - first + ROWS - 1) / ROWS, position = p.positions[first], cuts = cuts_of(position + end - first);
+// All lanes of a warp call, a sequence each.
+template <int ROWS> __device__ __forceinline__ void find_item(const Attend& p, int index, Item& item) {
+  const int lane = threadIdx.x % 32;
+  int found = 0;
+  for (int base = 0; base < p.num_seqs && !found; base += 32) {
+    const int seq = base + lane, first = seq < p.num_seqs ? p.row_starts[seq] : 0, end = seq < p.num_seqs ? p.row_starts[seq + 1] : 0;
+    int groups = 0, position = 0, cuts = 0;
+    if (first < end) groups = (end - first + ROWS - 1) / ROWS, position = p.positions[first], cuts = cuts_of(position + end - first);
     const int items = cuts * NUM_KV_HEADS * groups;
-    if (index < items) {
-      const int group = index % groups, head = index / groups % NUM_KV_HEADS, cut = cuts - 1 - index / groups / NUM_KV_HEADS;   // the longest first
+    int past = items;   // of the sequences up to this one
+    for (int distance = 1; distance < min(32, p.num_seqs - base); distance *= 2) {
+      const int others = __shfl_sync(ALL_LANES, past, lane - distance);
+      if (lane >= distance) past += others;
+    }
+    const int at = index - (past - items);
+    if (at >= 0 && at < items) {
+      const int group = at % groups, head = at / groups % NUM_KV_HEADS, cut = cuts - 1 - at / groups / NUM_KV_HEADS;   // the longest first
       item.seq = seq, item.first_row = first + group * ROWS, item.rows = min(ROWS, end - item.first_row), item.head = head, item.cut = cut;
       item.position = position + group * ROWS, item.old = position, item.start = cut_start(cut), item.end = min(cut_start(cut + 1), item.position + item.rows);
-      return true;
     }
-    index -= items;
+    found = __any_sync(ALL_LANES, at >= 0 && at < items);
+    index -= __shfl_sync(ALL_LANES, past, min(31, p.num_seqs - base - 1));
   }
-  return false;
+  if (lane == 0) item.found = found;
 }
 
 // Where 16 bytes of a plain row lie in a tile: places are exchanged so that the threads of a warp meet different banks.
