@@ -54,7 +54,7 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
     by_warpgroups = decode_by_warpgroups(card, find_format(kv_format), geometry.head_dim, geometry.num_heads // geometry.num_kv_heads)
     decode = attend | card.attend_defines() | {"WARPGROUPS": int(by_warpgroups)}
     return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill,
-            "delta_step": delta, "delta_chunk": delta}
+            "delta_step": delta, "delta_chunk": delta} | ({"delta_flow": delta} if card.has_warpgroups else {})
 
 
 def fixed_defines(card) -> dict[str, dict[str, int]]:

@@ -24,6 +24,9 @@ INPUT_ROWS = 8
 MANY_SEQS = 3
 """From so many sequences of one row on small blocks take them, of which more are on their way at a time."""
 
+FLOW_SEQS = 3
+"""From so many on, where blocks can take one share of a head after another, with the next ones on their way (delta_flow.cu)."""
+
 AHEAD_BYTES = 4 << 20
 """Of the matrix behind the delta rule: so much is on its way while few rows go through the rule."""
 
@@ -37,15 +40,15 @@ def chunk_launch(dim: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class DeltaForm:
-    """How a head is shared out (Form in delta_step.cu): value dims of a block, columns of a lane, whether for several rows of a sequence."""
+    """How a head is shared out (Form in delta_few.cuh): value dims of a block, columns of a lane, whether for several rows of a sequence."""
 
     columns: int
     num: int
     is_wide: bool = False
 
-    def slices(self, dim: int) -> int:
-        """Blocks of a head."""
-        return dim // self.columns
+    def blocks(self, num_heads: int, dim: int) -> int:
+        """For all heads of a sequence."""
+        return num_heads * dim // self.columns
 
     def threads(self, dim: int) -> int:
         """Threads of a block."""
@@ -53,11 +56,18 @@ class DeltaForm:
         return max(own, -(-(2 * dim + self.columns) // 32) * 32) if self.is_wide else own
 
 
+def flow_launch(dim: int, num_seqs: int, num_heads: int, num_sms: int) -> tuple[tuple[int], int, int]:
+    """Grid, threads and shared memory of delta_flow (Flow, Flowing). dim: of a head."""
+    columns = min(64, dim)
+    shared = 3 * columns * dim * 4 + 2 * (2 * dim + columns) * 4 + 2 * 32 + 3 * 8
+    return (min(num_seqs * num_heads * dim // columns, 2 * num_sms),), columns // 2 * (dim // 16), -(-shared // 16) * 16
+
+
 def delta_forms(dim: int) -> dict[str, DeltaForm]:
     """By kernel. dim: of a head."""
-    half = min(64, dim)
-    return {"delta_step": DeltaForm(half, 2, True), "delta_steps": DeltaForm(half, 2, True), "delta_one": DeltaForm(half, 1), "delta_many": DeltaForm(32, 2),
-            "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
+    half, several = min(64, dim), 1 if dim < 64 else 2
+    return {"delta_step": DeltaForm(32, several, True), "delta_steps": DeltaForm(half, several, True), "delta_one": DeltaForm(half, 1),
+            "delta_many": DeltaForm(32, 2), "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
 
 
 class Mixers:
@@ -91,24 +101,30 @@ class Mixers:
             backend.launch("delta_chunk", "delta_chunk", (heads * splits, batch.num_seqs), threads, shared, args, dependent=False)
             backend.launch("delta_chunk", "delta_outputs", (batch.num_rows + windows,), 256, 0, args, dependent=False)
             return
-        if int(np.diff(batch.row_starts).max()) > MAX_DECODE_ROWS:
+        largest = int(np.diff(batch.row_starts).max())
+        if largest > MAX_DECODE_ROWS:
             raise Q27Error(f"a sequence has more than {MAX_DECODE_ROWS} rows in a {batch.phase} pass.")
         if batch.deferred:
             if batch.num_rows > state.max_record_rows:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
         dim = geometry.delta_head_dim
-        if batch.num_rows > batch.num_seqs:
+        is_single = largest == 1 and batch.num_rows == batch.num_seqs
+        if not is_single:
             kernel = "delta_step" if batch.num_seqs == 1 else "delta_steps"
         else:
             kernel = "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
+        self._gated[o.address] = args
+        if is_single and not batch.deferred and batch.num_seqs >= FLOW_SEQS and "delta_flow" in backend.defines:
+            grid, threads, shared = flow_launch(dim, batch.num_seqs, heads, backend.device.card.num_sms)
+            backend.launch("delta_flow", "delta_flow", grid, threads, shared, args)
+            return
         form = delta_forms(dim)[kernel]
         if kernel == "delta_one":
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)
-        backend.launch("delta_step", kernel, (heads * form.slices(dim), batch.num_seqs), form.threads(dim), 0, args)
-        if not batch.deferred and batch.num_rows > batch.num_seqs:
+        backend.launch("delta_step", kernel, (form.blocks(heads, dim), batch.num_seqs), form.threads(dim), 0, args)
+        if not batch.deferred and not is_single:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
-        self._gated[o.address] = args
 
     def take_gated(self, o: CudaBuffer) -> Gated | None:
         """The gated norm that `o` still lacks, for the stage that reads it; applied here where that stage cannot."""
@@ -148,5 +164,5 @@ class Mixers:
         args.accepted = accepted
         dim = geometry.delta_head_dim
         form = delta_forms(dim)["delta_fold"]
-        blocks = geometry.delta_value_heads * form.slices(dim) + -(-state.channels // form.threads(dim))
+        blocks = form.blocks(geometry.delta_value_heads, dim) + -(-state.channels // form.threads(dim))
         backend.launch("delta_step", "delta_fold", (blocks, batch.num_seqs, state.num_delta_layers), form.threads(dim), 0, args)

@@ -32,7 +32,7 @@ drain before it changes it. The other half keeps activations near the row family
 gets it all the same, the number is a wish. Attention of a decode step is worth two changes: with all of it, more of its blocks
 fit, which is a third less time deep in a context and costs a few microseconds a layer near its beginning."""
 
-LARGE_SHARED = ("linear_tiles", "attend_prefill", "delta_chunk", "attend_decode")
+LARGE_SHARED = ("linear_tiles", "attend_prefill", "delta_chunk", "delta_flow", "attend_decode")
 """Sources of a prompt's large kernels and of attention, most of them several blocks a multiprocessor: all of it is shared memory."""
 
 MAX_CONFIGS = 4096

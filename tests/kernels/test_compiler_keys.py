@@ -13,7 +13,7 @@ from q27app.kernels.card import AMPERE_SHARED, AMPERE_THREADS, Card
 from q27app.kernels.compiler import Compiler, Job, describe, expand
 from q27app.kernels.cuda_attention import prefill_block
 from q27app.kernels.cuda_backend import fixed_defines, geometry_defines
-from q27app.kernels.cuda_mixers import chunk_launch, delta_forms
+from q27app.kernels.cuda_mixers import chunk_launch, delta_forms, flow_launch
 from q27app.kernels.cuda_tiles import tile_shapes
 from q27app.kernels.kv_formats import kv_format
 from tests.model.geometry import config_27b
@@ -130,6 +130,8 @@ def block_size(name: str, defines: dict[str, int], card: Card) -> int:
         return 128 if defines["WARPGROUPS"] else 32 * max(4, int(name.rpartition("_")[2]))
     if name in (forms := delta_forms(defines.get("DELTA_DIM", 128))):
         return forms[name].threads(defines["DELTA_DIM"])
+    if name == "delta_flow":
+        return flow_launch(defines["DELTA_DIM"], 1, 1, 1)[1]
     if name == "delta_chunk":
         return chunk_launch(defines["DELTA_DIM"])[1]
     if name.startswith("linear_tiles_") and name != "linear_tiles_merge":

@@ -8,45 +8,48 @@ import pytest
 
 from tests.kernels import cuda_checks
 from tests.kernels.delta_checks import TOLERANCE, DeltaBench, check_company, check_delta, check_fold, check_steps
-from tests.kernels.emulation.emulated_device import EmulatedDevice, needs_compiler
+from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 
 pytestmark = needs_compiler
+SHAPES = [(128, 2), (128, 3), (64, 2), (32, 2)]
+"""Size of a head, value heads of a key head."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sharp", [False, True], ids=["natural", "sharp decays and repeated rows"])
-@pytest.mark.parametrize("dim", [128, 64, 32])
-def test_a_prefill_equals_the_reference_and_keeps_its_bits(dim, sharp):
+@pytest.mark.parametrize("dim, group", SHAPES)
+def test_a_prefill_equals_the_reference_and_keeps_its_bits(dim, group, sharp):
     device = EmulatedDevice()
-    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4), sharp)
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=2 * group), sharp)
     assert check_delta(bench, 100) < TOLERANCE
     device.check_guards()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dim", [128, 64, 32])
-def test_decode_rows_equal_the_reference_in_every_pass(dim):
+@pytest.mark.parametrize("dim, group", SHAPES)
+def test_decode_rows_equal_the_reference_in_every_pass(dim, group):
     device = EmulatedDevice()
-    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=2 * group))
     assert check_steps(bench, 17, (1, 3, 16)) < TOLERANCE
     device.check_guards()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dim", [128, 64, 32])
-def test_sequences_beside_each_other_keep_the_bits_of_each_alone(dim):
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["bulk copies", "none"])
+@pytest.mark.parametrize("dim, group", SHAPES)
+def test_sequences_beside_each_other_keep_the_bits_of_each_alone(dim, group, card):
     """As many as take each way to share out the heads, and some with more rows than others."""
-    device = EmulatedDevice()
-    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
+    device = EmulatedDevice(card)
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=2 * group))
     check_company(bench, 3, ((1, 1), (1, 1, 1), (1,) * 5, (2, 1), (1, 3, 2)))
     device.check_guards()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dim", [128, 64, 32])
-def test_accepted_rows_leave_the_bits_of_rows_decoded_singly(dim):
+@pytest.mark.parametrize("dim, group", SHAPES)
+def test_accepted_rows_leave_the_bits_of_rows_decoded_singly(dim, group):
     device = EmulatedDevice()
-    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4))
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=2 * group))
     check_fold(bench, 3, 9)
     check_fold(bench, 2, 1)
     device.check_guards()

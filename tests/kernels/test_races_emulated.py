@@ -15,6 +15,7 @@ from q27app.kernels.compiler import SOURCES
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
 from tests.kernels import attend_checks, cuda_checks
+from tests.kernels.delta_checks import DeltaBench
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, needs_compiler
 from tests.kernels.made import make_batch
 
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 TILES, ATTEND, ROWS = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"}), frozenset({"linear_rows"})
+DELTA = frozenset({"delta_flow", "delta_step"})
 
 
 def multiply(device: EmulatedDevice, monkeypatch, shape: str, dtype, rows: int = 150) -> None:
@@ -57,6 +59,12 @@ def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] =
     assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 640), stage, "decode", counts) < cuda_checks.TENSOR_CORE_TOLERANCE
 
 
+def flow(device: EmulatedDevice, counts: tuple[int, ...] = (1,) * 9) -> None:
+    """The delta rule of many sequences of one row: more shares than blocks, so that places of the ring go round."""
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=64, delta_key_heads=2, delta_value_heads=4))
+    bench.beside(bench.rows(2 * max(counts)), counts)
+
+
 def assert_clean(found: Races) -> None:
     assert found.thread_reads and found.thread_writes, "nothing was watched"
     assert found.races == 0, found.first
@@ -86,6 +94,14 @@ def test_rings_of_rows(specs):
     device = EmulatedDevice(replace(CARD, num_sms=3), watched=ROWS)
     multiply_rows(device, specs)
     assert device.races().copies
+    assert_clean(device.races())
+
+
+@pytest.mark.parametrize("counts", [(1,) * 9, (3, 1), (1,)], ids=["flow", "rows", "one"])
+def test_shared_memory_of_the_delta_rule(counts):
+    device = EmulatedDevice(replace(CARD, num_sms=2), watched=DELTA)
+    flow(device, counts)
+    assert device.races().bulk_copies or len(counts) < 9
     assert_clean(device.races())
 
 
@@ -122,6 +138,14 @@ BROKEN_ATTEND = {
 }
 
 
+BROKEN_FLOW = {
+    "a place is free before all have read it": ("    __syncthreads();   // nobody needs", "    // nobody needs"),
+    "states are not waited for": ("    arrival_wait(in.there + place, phase);\n", ""),
+    "one side for all shares": ("    side ^= 1;\n", ""),
+    "barriers are used before they are there": ("  __syncthreads();   // the barriers", "  // the barriers"),
+}
+
+
 def finds(tmp_path, name: str, change: tuple[str, str], watched: frozenset[str], run, card=CARD) -> str:
     """The first race of the kernels with one place of their sources changed, in a process of its own: it ends there, or stands still."""
     sources, message = tmp_path / "cu", tmp_path / "found.txt"
@@ -153,6 +177,12 @@ def test_a_broken_ring_of_products_is_found(monkeypatch, tmp_path, what):
 @pytest.mark.parametrize("what", BROKEN_ATTEND)
 def test_a_broken_ring_of_attention_is_found(tmp_path, what):
     found = finds(tmp_path, "attend_warpgroup.cuh", BROKEN_ATTEND[what], ATTEND - {"attend_decode"}, lambda device: attend(device, "fp8", False))
+    assert "unordered with" in found
+
+
+@pytest.mark.parametrize("what", BROKEN_FLOW)
+def test_a_broken_flow_of_states_is_found(tmp_path, what):
+    found = finds(tmp_path, "delta_flow.cu", BROKEN_FLOW[what], DELTA, flow, replace(CARD, num_sms=2))
     assert "unordered with" in found
 
 

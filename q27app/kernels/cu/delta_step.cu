@@ -3,237 +3,16 @@
 // Reference: reference.delta      Used by: layers.run_layer, Backend.commit
 // Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> out [rows, Nv Dv] f32 before the gated norm; state [Nv, Dv, Dk] f32 and
 //            window [4, C] of a slot
-// Layout:    delta.cuh
+// Layout:    delta.cuh, delta_few.cuh
 // Launch:    by Form: grid (value heads * SLICES, seqs), block (THREADS), static shared memory; delta_fold grid
 //            (value heads * SLICES + channels / THREADS, seqs, layers), block (THREADS) of its Form;
 //            delta_window grid (channels / 256, seqs), block (256); delta_gate grid (rows), block (256)
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
 //
-// A column of a head's state never mixes with another. LANES lanes share a column, each with VALUES key dimensions in
-// registers; the state lies in memory as [value dim][key dim], so a column is contiguous. With raw keys and queries, n their norms:
-//   l = beta nk (v - decay nk k . S);  o = decay nq q . S + nq (q . k) l;  S = decay S + k l
-// so that norms and products are sums over the same lanes at once, and a row has the same bits in every Form and company.
 // The gated norm needs a whole head and is applied where the output is next read (staging.cuh), or by delta_gate. State, window and
 // the pass's arrays are fetched before the kernel waits for its inputs: nothing since the last pass has written them.
-#include "delta.cuh"
-
-constexpr int VALUES = 16, LANES = DIM / VALUES;
-static_assert((LANES & (LANES - 1)) == 0 && LANES <= 32, "lanes of a column are a power of two");
-constexpr int MAX_ROWS = 16;
-// Floats of a deferred row: raw channels for the window, keys before their norm, what each column learns of them, decays.
-constexpr int KEYS_AT = CHANNELS, STEPS_AT = KEYS_AT + KEY_HEADS * DIM, DECAYS_AT = STEPS_AT + VALUE_HEADS * DIM;
-constexpr int RECORD = (DECAYS_AT + VALUE_HEADS + 3) / 4 * 4;
-
-
-// How a head is shared out: value dims of a block, columns of a lane, rows of a sequence at most.
-template <int COLUMNS_, int NUM_, int ROWS_> struct Form {
-  static constexpr int COLUMNS = COLUMNS_, NUM = NUM_, ROWS = ROWS_, SLICES = DIM / COLUMNS;
-  static constexpr int STATE_THREADS = COLUMNS / NUM * LANES, BLOCK_CHANNELS = 2 * DIM + COLUMNS;
-  // Several rows: a channel a thread, some threads without columns; one row: the channels are shared out.
-  static constexpr int WIDE = (BLOCK_CHANNELS + 31) / 32 * 32, THREADS = ROWS == 1 || WIDE < STATE_THREADS ? STATE_THREADS : WIDE;
-  static constexpr int EACH = (BLOCK_CHANNELS + THREADS - 1) / THREADS;
-  static_assert(STATE_THREADS % 32 == 0 && THREADS <= 1024 && DIM % COLUMNS == 0, "block size");
-};
-constexpr int HALF = DIM < 64 ? DIM : 64;   // columns of most blocks
-using Step = Form<HALF, 2, MAX_ROWS>;
-using One = Form<HALF, 1, 1>;
-using Many = Form<32, 2, 1>;
-using Fold = Form<DIM < 128 ? DIM : DIM / 4, 1, 1>;
-
-// Of a row and head, see above. `scale` and `beta` before the norms are known: see with_norms.
-struct __align__(16) Gates {
-  float decay, learned, read, both, scale, beta, unused[2];
-};
-template <class F> struct __align__(16) Inputs {
-  float q[F::ROWS][DIM], k[F::ROWS][DIM], v[F::ROWS][F::COLUMNS];
-  Gates gates[F::ROWS];
-};
-
-__device__ __forceinline__ float dot4(const float4& x, const float4& y) { return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, __fmul_rn(x.x, y.x)))); }
-__device__ __forceinline__ float dot(const float4 (&x)[VALUES / 4], const float4 (&y)[VALUES / 4]) {   // a lane's part, in the order of all of them
-  float part[VALUES / 4];
-#pragma unroll
-  for (int i = 0; i < VALUES / 4; ++i) part[i] = dot4(x[i], y[i]);
-#pragma unroll
-  for (int distance = VALUES / 8; distance > 0; distance >>= 1)
-#pragma unroll
-    for (int i = 0; i < distance; ++i) part[i] = __fadd_rn(part[i], part[i + distance]);
-  return part[0];
-}
-template <int NUM> __device__ __forceinline__ void lanes_sum(float (&value)[NUM]) {   // over the lanes of a column; every lane gets it
-#pragma unroll
-  for (int distance = LANES / 2; distance > 0; distance >>= 1)
-#pragma unroll
-    for (int i = 0; i < NUM; ++i) value[i] = __fadd_rn(value[i], __shfl_xor_sync(ALL_LANES, value[i], distance));
-}
-__device__ __forceinline__ void load_lane(float4 (&x)[VALUES / 4], const float* row, int j) {
-#pragma unroll
-  for (int i = 0; i < VALUES / 4; ++i) x[i] = reinterpret_cast<const float4*>(row)[j + LANES * i];
-}
-// sums: of squares of queries, of keys, of their products.
-__device__ __forceinline__ Gates with_norms(const Gates& g, const float* sums) {
-  const float q = __fmul_rn(rsqrtf(__fadd_rn(sums[0], 1e-6f)), rsqrtf((float)DIM)), k = rsqrtf(__fadd_rn(sums[1], 1e-6f));
-  Gates out = g;
-  out.scale = __fmul_rn(g.beta, k);
-  out.learned = __fmul_rn(__fmul_rn(out.scale, g.decay), k);
-  out.read = __fmul_rn(g.decay, q);
-  out.both = __fmul_rn(q, sums[2]);
-  return out;
-}
-
-// The lane's share of NUM columns: key dims 4 (j + LANES i) + e in [i].
-template <int NUM> struct Columns {
-  float4 s[NUM][VALUES / 4];
-  __device__ __forceinline__ void load(const float* column, int j) {
-#pragma unroll
-    for (int c = 0; c < NUM; ++c)
-#pragma unroll
-      for (int i = 0; i < VALUES / 4; ++i) s[c][i] = __ldcg(reinterpret_cast<const float4*>(column + c * DIM) + j + LANES * i);
-  }
-  __device__ __forceinline__ void store(float* column, int j) const {
-#pragma unroll
-    for (int c = 0; c < NUM; ++c)
-#pragma unroll
-      for (int i = 0; i < VALUES / 4; ++i) reinterpret_cast<float4*>(column + c * DIM)[j + LANES * i] = s[c][i];
-  }
-  __device__ __forceinline__ void advance(int c, const float4 (&k)[VALUES / 4], float learned, float decay) {
-#pragma unroll
-    for (int i = 0; i < VALUES / 4; ++i) {
-      float4& at = s[c][i];
-      at.x = fmaf(k[i].x, learned, __fmul_rn(at.x, decay)), at.y = fmaf(k[i].y, learned, __fmul_rn(at.y, decay));
-      at.z = fmaf(k[i].z, learned, __fmul_rn(at.z, decay)), at.w = fmaf(k[i].w, learned, __fmul_rn(at.w, decay));
-    }
-  }
-  // One row; every lane of a column gets its o. Products are of the state before the row, so that one exchange between lanes is on
-  // the way to the next row. ALONE: norms too.
-  template <bool ALONE, class R> __device__ __forceinline__ void step(const R& row, float (&o)[NUM], float (&learned)[NUM]) {
-    float sums[2 * NUM + (ALONE ? 3 : 0)];
-#pragma unroll
-    for (int c = 0; c < NUM; ++c) sums[2 * c] = dot(row.k, s[c]), sums[2 * c + 1] = dot(row.q, s[c]);
-    if constexpr (ALONE) sums[2 * NUM] = dot(row.q, row.q), sums[2 * NUM + 1] = dot(row.k, row.k), sums[2 * NUM + 2] = dot(row.q, row.k);
-    lanes_sum(sums);
-    const Gates g = ALONE ? with_norms(row.gates, sums + 2 * NUM) : row.gates;
-#pragma unroll
-    for (int c = 0; c < NUM; ++c) {
-      learned[c] = fmaf(-g.learned, sums[2 * c], __fmul_rn(g.scale, row.v[c]));
-      o[c] = fmaf(g.read, sums[2 * c + 1], __fmul_rn(g.both, learned[c]));
-      advance(c, row.k, learned[c], g.decay);
-    }
-  }
-};
-
-struct Span {   // rows of a sequence
-  int first, rows, position, slot;
-};
-
-__device__ __forceinline__ Span span_of(const Delta& p, int seq) {
-  Span s;
-  s.first = p.row_starts[seq];
-  s.rows = p.row_starts[seq + 1] - s.first;
-  if (p.accepted) s.rows = min(max(p.accepted[seq], 0), s.rows);
-  s.position = p.positions[s.first];
-  s.slot = p.slot_ids[seq];
-  return s;
-}
-
-template <class F> __device__ __forceinline__ int channel_of(int i, int head, int slice) {
-  const int key_head = head % KEY_HEADS;
-  return i < DIM ? key_head * DIM + i : i < 2 * DIM ? (KEY_HEADS + key_head) * DIM + i - DIM : (2 * KEY_HEADS + head) * DIM + slice * F::COLUMNS + i - 2 * DIM;
-}
-
-static_assert(CONV_WIDTH == 4, "taps are read at once");
-struct Taps {   // of a channel; loaded before the inputs are there
-  float taps[CONV_WIDTH], past[CONV_WIDTH];
-  __device__ __forceinline__ void load(const float* conv, const float* window, int position, int channel) {
-    const float4 all = reinterpret_cast<const float4*>(conv)[channel];
-    taps[0] = all.x, taps[1] = all.y, taps[2] = all.z, taps[3] = all.w;
-#pragma unroll
-    for (int j = 0; j < WINDOW; ++j) past[j + 1] = __ldcg(window + window_row(position + 1 + j) * CHANNELS + channel);
-  }
-};
-
-
-// What a block works on.
-template <class F> struct Place {
-  Span span;
-  int head, slice, column, j;   // the thread's first column in the block, its lane there
-  bool has_state;
-  __device__ __forceinline__ void open(const Delta& p) {
-    head = blockIdx.x / F::SLICES, slice = blockIdx.x % F::SLICES;
-    column = threadIdx.x / LANES * F::NUM, j = threadIdx.x % LANES;
-    has_state = F::THREADS == F::STATE_THREADS || threadIdx.x < F::STATE_THREADS;
-    span = span_of(p, blockIdx.y);
-  }
-  __device__ __forceinline__ int channel(int e) const { return channel_of<F>(min((int)threadIdx.x + e * F::THREADS, F::BLOCK_CHANNELS - 1), head, slice); }
-  __device__ __forceinline__ int output() const { return head * DIM + slice * F::COLUMNS + column; }
-};
-
-// Convolution and gates of all rows into shared memory; what a commit needs of them to the record. One block keeps each channel.
-template <class F> __device__ __forceinline__ void prepare(const Delta& p, Inputs<F>& in, const Place<F>& at, Taps (&t)[F::EACH], float* window, float a, float dt_bias) {
-  const int rows = F::ROWS == 1 ? 1 : at.span.rows, gate_row = F::THREADS - 1 - threadIdx.x;
-  const float* y = p.y + (long long)at.span.first * p.y_stride;
-  float raw[F::EACH][F::ROWS], alpha = 0.0f, beta = 0.0f;
-#pragma unroll
-  for (int e = 0; e < F::EACH; ++e)
-#pragma unroll
-    for (int r = 0; r < F::ROWS; ++r) raw[e][r] = r < rows ? __ldcg(y + (long long)r * p.y_stride + at.channel(e)) : 0.0f;
-  if (gate_row < rows) {
-    const float* row = y + (long long)gate_row * p.y_stride + at.head;
-    alpha = __ldcg(row + p.alpha_offset), beta = __ldcg(row + p.beta_offset);
-  }
-#pragma unroll
-  for (int e = 0; e < F::EACH; ++e) {
-    const int i = threadIdx.x + e * F::THREADS, channel = at.channel(e);
-    if (i >= F::BLOCK_CHANNELS) break;
-    const bool mine = i >= 2 * DIM || (at.head < KEY_HEADS && at.slice == 0);
-    float* target = i < DIM ? in.q[0] + i : i < 2 * DIM ? in.k[0] + i - DIM : in.v[0] + i - 2 * DIM;
-    if (mine && !p.deferred && rows == 1) window[window_row(at.span.position) * CHANNELS + channel] = raw[e][0];
-    float* record = mine && p.deferred ? p.record + (long long)at.span.first * RECORD : nullptr;
-#pragma unroll
-    for (int r = 0; r < F::ROWS; ++r) {
-      if (r >= rows) break;
-#pragma unroll
-      for (int n = 0; n < WINDOW; ++n) t[e].past[n] = t[e].past[n + 1];
-      t[e].past[WINDOW] = raw[e][r];
-      const float value = convolve(t[e].taps, t[e].past);
-      target[r * (i < 2 * DIM ? DIM : F::COLUMNS)] = value;
-      if (!record) continue;
-      record[r * RECORD + channel] = raw[e][r];
-      if (i >= DIM && i < 2 * DIM) record[r * RECORD + KEYS_AT + at.head * DIM + i - DIM] = value;
-    }
-  }
-  if (gate_row < rows) {
-    Gates& g = in.gates[gate_row];
-    g.decay = decay_of(alpha, a, dt_bias), g.beta = sigmoid(beta);
-    if (p.deferred && at.slice == 0) p.record[(long long)(at.span.first + gate_row) * RECORD + DECAYS_AT + at.head] = g.decay;
-  }
-}
-
-// Norms of several rows, LANES lanes a row.
-template <class F> __device__ __forceinline__ void norm_rows(Inputs<F>& in, int rows, int j) {
-  constexpr int TOGETHER = 32 / LANES;   // rows of a warp: it stays together
-  for (int r = threadIdx.x / LANES; r / TOGETHER * TOGETHER < rows; r += F::THREADS / LANES) {
-    float4 k[VALUES / 4], q[VALUES / 4];
-    load_lane(k, in.k[min(r, rows - 1)], j), load_lane(q, in.q[min(r, rows - 1)], j);
-    float sums[3] = {dot(q, q), dot(k, k), dot(q, k)};
-    lanes_sum(sums);
-    if (j == 0 && r < rows) in.gates[r] = with_norms(in.gates[r], sums);
-  }
-}
-
-// What a lane needs of a row; of several, asked for a row ahead.
-template <int NUM> struct Row {
-  float4 k[VALUES / 4], q[VALUES / 4];
-  Gates gates;
-  float v[NUM];
-  template <class F> __device__ __forceinline__ void load(const Inputs<F>& in, int r, const Place<F>& at) {
-    load_lane(k, in.k[r], at.j), load_lane(q, in.q[r], at.j);
-    gates = in.gates[r];
-#pragma unroll
-    for (int c = 0; c < NUM; ++c) v[c] = in.v[r][at.column + c];
-  }
-};
+#include "delta_few.cuh"
 
 // Weights of the next kernel into the second cache: its blocks find no room beside these, and memory would rest while these wait.
 __device__ __forceinline__ void bring_near(const Delta& p) {
@@ -270,33 +49,39 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
   if (!at.has_state) return;
   float* out = p.out + (long long)at.span.first * p.out_stride + at.output();
   float* record = p.deferred ? p.record + (long long)at.span.first * RECORD + STEPS_AT + at.output() : nullptr;
-  Row<F::NUM> row, next;
-  row.load(in, 0, at);
-#pragma unroll 2
-  for (int r = 0; r < (F::ROWS == 1 ? 1 : at.span.rows); ++r) {
+  Row<F::NUM> row;
+  if constexpr (F::ROWS == 1) {
+    row.load(in, 0, at);
     float o[F::NUM], learned[F::NUM];
-    if constexpr (F::ROWS > 1) next.load(in, min(r + 1, at.span.rows - 1), at);
-    s.template step<F::ROWS == 1>(row, o, learned);
-    if constexpr (F::ROWS > 1) row = next;
+    s.step(row, o, learned);
 #pragma unroll
     for (int c = 0; c < F::NUM; ++c)
       if (at.j == c % LANES) {
         out[c] = o[c];
         if (record) record[c] = learned[c];
       }
-    out += p.out_stride;
-    if (record) record += RECORD;
+  } else {
+    using C = Columns<F::NUM>;
+    const bool is_out = at.j >= C::HALF_LANES, stores = (is_out || record) && at.j % (C::HALF_LANES / F::NUM) == 0;
+    float* target = (is_out ? out : record) + C::column_of(at.j);
+    const int stride = is_out ? p.out_stride : RECORD;
+#pragma unroll 2
+    for (int r = 0; r < at.span.rows; ++r) {
+      row.load(in, r, at);
+      const float value = s.step_of_several(row, at.j);
+      if (stores) *target = value;
+      target += stride;
+    }
   }
   if (!p.deferred) s.store(state, at.j);
 }
 
-// One sequence: fewer blocks than multiprocessors, so each may have all registers that it likes.
-extern "C" __global__ void __launch_bounds__(Step::THREADS, 1) delta_step(const __grid_constant__ Delta p) {
+extern "C" __global__ void __launch_bounds__(Step::THREADS, 2) delta_step(const __grid_constant__ Delta p) {
   __shared__ Inputs<Step> in;
   delta_rows(p, in);
 }
-extern "C" __global__ void __launch_bounds__(Step::THREADS, Step::THREADS <= 320 ? 2 : 1) delta_steps(const __grid_constant__ Delta p) {
-  __shared__ Inputs<Step> in;
+extern "C" __global__ void __launch_bounds__(Steps::THREADS, 2) delta_steps(const __grid_constant__ Delta p) {
+  __shared__ Inputs<Steps> in;
   delta_rows(p, in);
 }
 extern "C" __global__ void __launch_bounds__(One::THREADS, 1024 / One::THREADS) delta_one(const __grid_constant__ Delta p) {

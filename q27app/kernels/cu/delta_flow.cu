@@ -1,0 +1,132 @@
+// delta_flow: convolution, gates and gated delta rule in place for one row of each of several sequences, on cards with bulk copies.
+// Reference: reference.delta      Used by: layers.run_layer
+// Shapes:    as delta_step.cu     Layout: delta.cuh, delta_few.cuh
+// Launch:    grid (blocks, which take shares of a head until none is left), block (Flow::THREADS), shared sizeof(Flowing)
+// Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH    Limits: one row a sequence, not deferred
+// Numbers:   f32 throughout, the bits of delta_step.cu. Bound: memory (the states).
+//
+// A share is COLUMNS value dims of a head of a sequence: 32 KiB of state at 128 dims. PLACES of them are on their way to shared memory while
+// the block works on one, so that memory never waits for the work; the convolution's inputs come a share ahead into registers. State, window
+// and the pass's arrays are fetched before the kernel waits for its inputs: nothing since the last pass has written them.
+#include "delta_few.cuh"
+#include "warpgroup.cuh"
+
+using Flow = Form<HALF, 2, 1>;
+constexpr int PLACES = 3, STATE_FLOATS = Flow::COLUMNS * DIM, HEAD_SHARES = VALUE_HEADS * Flow::SLICES;
+
+struct __align__(16) Flowing {
+  float state[PLACES][STATE_FLOATS];
+  float q[2][DIM], k[2][DIM], v[2][Flow::COLUMNS];   // of the share at work and of the one before
+  Gates gates[2];
+  uint64_t there[PLACES];
+};
+
+// Of a share: where it lies, and what a thread convolves.
+struct Share {
+  int head, slice;
+  Span span;
+  Taps taps[Flow::EACH];
+  float raw[Flow::EACH], alpha, beta, a, dt_bias;
+
+  __device__ __forceinline__ void find(const Delta& p, int share) {
+    head = share % HEAD_SHARES / Flow::SLICES, slice = share % Flow::SLICES;
+    span = one_row(p, share / HEAD_SHARES);
+  }
+  __device__ __forceinline__ float* state(const Delta& p) const { return state_of(p, span.slot, p.layer, head) + (long long)slice * STATE_FLOATS; }
+  __device__ __forceinline__ int channel(int e) const { return channel_of<Flow>(min((int)threadIdx.x + e * Flow::THREADS, Flow::BLOCK_CHANNELS - 1), head, slice); }
+  __device__ __forceinline__ bool has_gates() const { return threadIdx.x == Flow::THREADS - 1; }
+
+  // Nothing that an earlier kernel of the pass makes.
+  __device__ __forceinline__ void look_back(const Delta& p) {
+    a = p.a[head], dt_bias = p.dt_bias[head];
+#pragma unroll
+    for (int e = 0; e < Flow::EACH; ++e) taps[e].load(p.conv, window_of(p, span.slot, p.layer), span.position, channel(e));
+  }
+  __device__ __forceinline__ void read(const Delta& p) {
+    const float* y = p.y + (long long)span.first * p.y_stride;
+#pragma unroll
+    for (int e = 0; e < Flow::EACH; ++e) raw[e] = __ldcg(y + channel(e));
+    if (has_gates()) alpha = __ldcg(y + p.alpha_offset + head), beta = __ldcg(y + p.beta_offset + head);
+  }
+  // Convolution and gates into shared memory. One block keeps each channel.
+  __device__ __forceinline__ void prepare(const Delta& p, Flowing& in, int side) {
+    float* window = window_of(p, span.slot, p.layer) + window_row(span.position) * CHANNELS;
+#pragma unroll
+    for (int e = 0; e < Flow::EACH; ++e) {
+      const int i = threadIdx.x + e * Flow::THREADS;
+      if (i >= Flow::BLOCK_CHANNELS) break;
+      if (i >= 2 * DIM || (head < KEY_HEADS && slice == 0)) window[channel(e)] = raw[e];
+#pragma unroll
+      for (int n = 0; n < WINDOW; ++n) taps[e].past[n] = taps[e].past[n + 1];
+      taps[e].past[WINDOW] = raw[e];
+      float* target = i < DIM ? in.q[side] + i : i < 2 * DIM ? in.k[side] + i - DIM : in.v[side] + i - 2 * DIM;
+      *target = convolve(taps[e].taps, taps[e].past);
+    }
+    if (has_gates()) in.gates[side].decay = decay_of(alpha, a, dt_bias), in.gates[side].beta = sigmoid(beta);
+  }
+};
+
+// copy_whole of what is not read again soon: the second cache may forget it first.
+__device__ __forceinline__ void copy_once(void* shared, const void* global, int bytes, uint64_t* arrival) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], p; }" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(arrival))
+      : "memory");
+#else
+  copy_whole(shared, global, bytes, arrival);
+#endif
+}
+
+// One thread.
+__device__ __forceinline__ void bring(const Delta& p, Flowing& in, int place, int share) {
+  Share of;
+  of.find(p, share);
+  arrival_announce(in.there + place, STATE_FLOATS * 4);
+  copy_once(in.state[place], of.state(p), STATE_FLOATS * 4, in.there + place);
+}
+
+extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const __grid_constant__ Delta p) {
+  SHARED_BYTES(bytes);
+  Flowing& in = *reinterpret_cast<Flowing*>(bytes);
+  const int shares = p.num_seqs * HEAD_SHARES, column = threadIdx.x / LANES * Flow::NUM, j = threadIdx.x % LANES;
+  allow_next();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i) arrival_init(in.there + i, 1);
+    arrival_publish();
+#pragma unroll
+    for (int i = 0; i < PLACES; ++i)
+      if ((int)(blockIdx.x + i * gridDim.x) < shares) bring(p, in, i, blockIdx.x + i * gridDim.x);
+  }
+  Share next;
+  next.find(p, blockIdx.x);
+  next.look_back(p);
+  wait_for_earlier();
+  next.read(p);
+  __syncthreads();   // the barriers are there
+  int place = 0, phase = 0, side = 0;
+#pragma unroll 1
+  for (int share = blockIdx.x; share < shares; share += gridDim.x) {
+    float *state = next.state(p) + column * DIM, *out = p.out + (long long)next.span.first * p.out_stride + next.head * DIM + next.slice * Flow::COLUMNS + column;
+    next.prepare(p, in, side);
+    arrival_wait(in.there + place, phase);
+    Columns<Flow::NUM> s;
+#pragma unroll
+    for (int c = 0; c < Flow::NUM; ++c) load_lane(s.s[c], in.state[place] + (column + c) * DIM, j);
+    __syncthreads();   // nobody needs this place any more, nor what lies on the other side
+    if (threadIdx.x == 0 && (int)(share + PLACES * gridDim.x) < shares) bring(p, in, place, share + PLACES * gridDim.x);
+    if ((int)(share + gridDim.x) < shares) next.find(p, share + gridDim.x), next.look_back(p), next.read(p);
+    Row<Flow::NUM> row;
+    row.load(in.q[side], in.k[side], in.v[side] + column, in.gates[side], j);
+    float o[Flow::NUM], learned[Flow::NUM];
+    s.step(row, o, learned);
+#pragma unroll
+    for (int c = 0; c < Flow::NUM; ++c)
+      if (j == c % LANES) out[c] = o[c];
+    s.store<true>(state, j);
+    side ^= 1;
+    if (++place == PLACES) place = 0, ++phase;
+  }
+}
