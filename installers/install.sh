@@ -31,14 +31,15 @@ launcher=$HOME/.local/bin/q27app
 
 find_python
 say "Installing q27app into $program with $("$PYTHON" --version) ..."
-mkdir -p "$data_folder"
+mkdir -p "$data_folder" || fail "$data_folder cannot be made." "Set Q27APP_HOME to a folder that you may write."
 make_venv "$program"
 
 # Build in a copy, so that the clone stays as it is and may be read-only; install the wheel, so that it may go afterwards.
-work=$(mktemp -d)
+work=$(mktemp -d) || fail "no temporary folder can be made." "Free some space, or set TMPDIR to a folder that you may write."
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/source"
-(cd "$source_folder" && tar -cf - pyproject.toml README.md LICENSE q27app) | tar -xf - -C "$work/source"
+(cd "$source_folder" && tar -cf - pyproject.toml README.md LICENSE q27app) | tar -xf - -C "$work/source" ||
+  fail "the sources could not be copied into $work." "Free some space, or set TMPDIR to a folder with a few hundred megabytes."
 "$program/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$work" "$work/source" ||
   fail "the package could not be built." "The lines above say why; a network connection is needed."
 wheel=$(echo "$work"/q27app-*.whl)
@@ -60,8 +61,8 @@ elif install_gpu; then
   gpu_works=yes
 fi
 
-mkdir -p "$(dirname "$launcher")"
-cat > "$launcher.new" <<LAUNCHER
+mkdir -p "$(dirname "$launcher")" || fail "$(dirname "$launcher") cannot be made." "Is its parent yours, and a folder?"
+cat > "$launcher.new" <<LAUNCHER || fail "$launcher cannot be written." "Is its folder yours, and is there room on its disk?"
 #!/bin/sh
 exec "$program/bin/q27app" "\$@"
 LAUNCHER

@@ -59,6 +59,13 @@ def test_an_unknown_option_changes_nothing(name, installed):
     assert sorted(installed.rglob("*")) == before
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(home):
+    (home / ".local").write_text("a file")
+    done = run_script(INSTALLERS / "install.sh", home=home)
+    assert done.returncode == 1
+    assert f"error: {home}/.local/share/q27app cannot be made.\n  Set Q27APP_HOME" in done.stderr
+
+
 def test_a_missing_python_is_named(home, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
