@@ -6,6 +6,7 @@ one shape and number type are a gate and an up matrix: their tiles alternate, so
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ import numpy as np
 
 from q27app.errors import GpuError, OutOfMemory
 from q27app.kernels import cuda_args
+from q27app.kernels.staging import Copier
 
 if TYPE_CHECKING:
     from q27app.kernels.card import Card
@@ -231,6 +233,10 @@ def plan_segments(tensors: Sequence["Tensor"], units: int, paired: bool) -> tupl
     return tuple(segments), offset
 
 
+LOAD_THREADS = 8
+"""Most threads that read a piece of a file."""
+
+
 class Loader:
     """Packs tensors on the device through a bounded staging buffer, while the next piece is being read."""
 
@@ -242,6 +248,7 @@ class Loader:
         self._host = [self._device.pinned(self.PIECE_BYTES + (1 << 20)) for _ in range(2)]
         self._events = [None, None]
         self._turn = 0
+        self._copier = Copier(min(LOAD_THREADS, os.cpu_count() or 1))
 
     def load(self, tensors: Sequence["Tensor"], in_host: bool = False) -> CudaWeight | CudaVector:
         first = tensors[0]
@@ -313,7 +320,7 @@ class Loader:
             self._events[turn] = None
         rows = tensor.data[start:stop] if exact else tensor.values(start, stop).astype(np.float16).view(np.uint8)
         host, size = self._host[turn], rows.nbytes
-        host[:size].reshape(rows.shape)[...] = rows
+        self._copier.copy(host[:size], np.ascontiguousarray(rows).reshape(-1))
         offset = -(-size // 256) * 256
         end = size
         if groups:
@@ -326,6 +333,7 @@ class Loader:
     def close(self) -> None:
         """Give the staging memory back once nothing more is loaded."""
         self._device.synchronize()
+        self._copier.close()
         for address in self._staging:
             self._device.release(address)
         self._staging, self._host = [], []

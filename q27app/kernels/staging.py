@@ -72,12 +72,35 @@ class Slates:
         self._content = content
 
 
+class Copier:
+    """Copies within the host's memory by several threads: one alone is slower than the way to the device."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def copy(self, place: np.ndarray, piece: np.ndarray) -> None:
+        """Both: uint8 [n], contiguous. Returns when it is done."""
+        count = min(self._threads, len(piece) // SHARE)
+        if count < 2:
+            place[:] = piece
+            return
+        self._pool = self._pool or ThreadPoolExecutor(self._threads, "q27app-staging")
+        edges = [len(piece) * index // count for index in range(count + 1)]
+        list(self._pool.map(lambda start, stop: np.copyto(place[start:stop], piece[start:stop]), edges, edges[1:]))
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
 class Staging:
     """memory: page-locked, uint8, nobody else's while a copy runs. Owned by the engine thread."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
-        self._pool: ThreadPoolExecutor | None = None
+        self._copier = Copier()
 
     def upload(self, device: Sends, address: int, data: np.ndarray) -> None:
         """data: uint8 [n], contiguous. Returns when it is there."""
@@ -88,7 +111,7 @@ class Staging:
             if marks[turn] is not None:
                 device.wait(marks[turn])
             place = self.memory[turn * half:turn * half + len(piece)]
-            self._copy(place, piece)
+            self._copier.copy(place, piece)
             device.upload_pinned(address + start, place)
             marks[turn] = device.mark()
         for mark in marks:
@@ -111,18 +134,8 @@ class Staging:
         if copy is not None:
             mark, piece, place = copy
             device.wait(mark)
-            self._copy(piece, place)
-
-    def _copy(self, place: np.ndarray, piece: np.ndarray) -> None:
-        count = min(THREADS, len(piece) // SHARE)
-        if count < 2:
-            place[:] = piece
-            return
-        self._pool = self._pool or ThreadPoolExecutor(THREADS, "q27app-staging")
-        edges = [len(piece) * index // count for index in range(count + 1)]
-        list(self._pool.map(lambda start, stop: np.copyto(place[start:stop], piece[start:stop]), edges, edges[1:]))
+            self._copier.copy(piece, place)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._copier.close()
         self.memory = np.empty(0, np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from q27app.kernels.staging import Staging
+from q27app.kernels.staging import SHARE, Copier, Staging
 
 
 class Late:
@@ -59,3 +59,14 @@ def test_every_byte_comes_back(size, place):
     np.testing.assert_array_equal(out[:size], device.memory[32:32 + size])
     assert not out[size:].any() and len(device.waited) == device.num_marks
     staging.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("size", [0, 1, SHARE - 1, 2 * SHARE, 5 * SHARE + 3])
+def test_several_threads_copy_every_byte_once(threads, size):
+    copier, data = Copier(threads), np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    place = np.zeros(size + 8, np.uint8)
+    for _ in range(2):
+        copier.copy(place[:size], data)
+        assert np.array_equal(place[:size], data) and not place[size:].any()
+        copier.close()   # may be used again
