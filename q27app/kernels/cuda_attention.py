@@ -21,6 +21,8 @@ FEW_BLOCKS = {"warps": 2, "warpgroups": 3}
 TABLE_COPIES = 4
 """Of the table of pairs of 5-bit keys, for one row by warpgroups (Plan)."""
 MERGE_DIMS = 128
+MERGE_BLOCKS = 4
+"""Of attend_merge that begin at once on a multiprocessor, by their registers."""
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
 
@@ -144,5 +146,6 @@ class Attention:
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)
             grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))
-            backend.launch("attend_decode", "attend_merge", grid, 256, 0, merge)
+            name = "attend_merge" if grid[0] * grid[1] * grid[2] <= MERGE_BLOCKS * card.num_sms else "attend_merge_many"
+            backend.launch("attend_decode", name, grid, 256, 0, merge)
             seq, launches = stop, launches + 1

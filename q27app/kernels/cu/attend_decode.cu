@@ -1,4 +1,5 @@
-// attend_decode: causal attention of few rows, split over the context; attend_merge: the splits of a row, turned back, and the output gate.
+// attend_decode: causal attention of few rows, split over the context; attend_merge, attend_merge_many: the splits of a row, turned
+// back, and the output gate.
 // Reference: reference.attend      Used by: layers.run_layer, after attend_rows
 // Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
 // Layout:    kv_format.cuh
@@ -51,6 +52,11 @@ extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 1) attend_decode_8(
 extern "C" __global__ void __launch_bounds__(512, 1) attend_decode_16(const __grid_constant__ Attend p) { attend_items<16>(p); }
 #endif
 
+#if __CUDA_ARCH__ == 800
+constexpr int MERGE_BLOCKS = 4;   // of a multiprocessor; more spill
+#else
+constexpr int MERGE_BLOCKS = 6;
+#endif
 constexpr int MERGE_DIMS = HEAD_DIM >= 128 ? 128 : HEAD_DIM, MERGE_WARPS = 8, PER_LANE = MERGE_DIMS / 32;
 
 // A lane's share of what a cut left.
@@ -70,7 +76,7 @@ struct Part {
 };
 
 // Sums of each eighth cut by a warp, then the eight in order.
-extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(const __grid_constant__ Attend p) {
+__device__ __forceinline__ void merge_cuts(const Attend& p) {
   __shared__ float values[MERGE_WARPS][MERGE_DIMS], sums[MERGE_WARPS], tops[MERGE_WARPS];
   allow_next();
   const int row = blockIdx.x, head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -118,3 +124,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(cons
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) target[i] = value[i] * sigmoid(gate[i]);
 }
+
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(const __grid_constant__ Attend p) { merge_cuts(p); }
+// With fewer registers, for so many rows that not all blocks would begin at once.
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS, MERGE_BLOCKS) attend_merge_many(const __grid_constant__ Attend p) { merge_cuts(p); }

@@ -9,12 +9,20 @@
 // Numbers:   f32; turned rows are coded to the byte as the NumPy codec does. Bound: latency.
 #include "kv_format.cuh"
 
+// Of a row: how many others have begun. A lane looks at a sequence.
+__device__ __forceinline__ int sequence_of(const Attend& p, int row) {
+  if (p.num_seqs == 1) return 0;
+  int begun = 0;
+  for (int seq = 1 + threadIdx.x % 32; seq < p.num_seqs; seq += 32) begun += row >= p.row_starts[seq];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) begun += __shfl_xor_sync(ALL_LANES, begun, distance);
+  return begun;
+}
+
 extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_constant__ Attend p) {
   __align__(16) __shared__ float work[8][HEAD_DIM];
   allow_next();
-  const int row = blockIdx.x, warp = threadIdx.x / 32, task = blockIdx.y * 8 + warp;
-  int seq = 0;
-  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  const int row = blockIdx.x, warp = threadIdx.x / 32, task = blockIdx.y * 8 + warp, seq = sequence_of(p, row);
   const RowPlace to(p, seq, row);   // like the weights nothing that an earlier kernel makes
   const NormWeights norm(task < NUM_KV_HEADS ? p.k_norm : p.q_norm);
   wait_for_earlier();
@@ -31,9 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_const
 }
 
 extern "C" __global__ void __launch_bounds__(256) store_rows(const __grid_constant__ Attend p) {
-  const int row = blockIdx.x, task = blockIdx.y * 8 + threadIdx.x / 32;
-  int seq = 0;
-  while (seq + 1 < p.num_seqs && row >= p.row_starts[seq + 1]) ++seq;
+  const int row = blockIdx.x, task = blockIdx.y * 8 + threadIdx.x / 32, seq = sequence_of(p, row);
   const RowPlace to(p, seq, row);
   if (task < NUM_KV_HEADS) {
     store_row<KEY_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + task) * HEAD_DIM, to.key(task));
