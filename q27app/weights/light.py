@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
@@ -26,28 +25,54 @@ ROWS = 512
 """Rows that are requantised at a time."""
 
 
-def with_light_drafts(container: Container, draft_layer: int) -> Container:
-    """The container with its draft layer's Q8 matrices requantised to Q4, or itself where the main layers are not Q4.
+class Requantised(Tensor):
+    """A matrix at Q4 whose arrays are being made; who wants them waits, and gets the FileFormatError that ended it."""
 
-    draft_layer: number of the draft layer's block. The other arrays are the container's own. Raises FileFormatError."""
+    def __init__(self, of: Tensor, pool: ThreadPoolExecutor) -> None:
+        for name, value in (("name", of.name), ("dtype", Q4_G64), ("shape", of.shape), ("source", of.source)):
+            object.__setattr__(self, name, value)
+        data = np.empty((of.rows, row_bytes(Q4_G64, of.cols)), np.uint8)
+        scales = np.empty((of.rows, scales_per_row(Q4_G64, of.cols)), np.float16)
+
+        def some(start: int) -> None:
+            rows = slice(start, start + ROWS)
+            data[rows], scales[rows] = encode(of.values(start, start + ROWS), Q4_G64, of.name, threads=1)
+
+        parts = [pool.submit(some, start) for start in range(0, of.rows, ROWS)]
+        object.__setattr__(self, "_made", (data, scales, parts))
+
+    def _wait(self) -> tuple[np.ndarray, np.ndarray]:
+        data, scales, parts = self._made
+        for part in parts:
+            part.result()
+        return data, scales
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._wait()[0]
+
+    @property
+    def scales(self) -> np.ndarray:
+        return self._wait()[1]
+
+    @property
+    def nbytes(self) -> int:
+        data, scales, _ = self._made
+        return data.nbytes + scales.nbytes
+
+
+def with_light_drafts(container: Container, draft_layer: int) -> Container:
+    """The container with its draft layer's Q8 matrices requantised to Q4, or itself where the main layers are not Q4. That goes on
+    while others are loaded.
+
+    draft_layer: number of the draft layer's block. The other arrays are the container's own."""
     tensors = container.tensors
     if MEASURE not in tensors or tensors[MEASURE].dtype is not Q4_G64:
         return container
     block = f"blk.{draft_layer}."
     heavy = {name: tensor for name, tensor in tensors.items()
              if name.startswith(block) and tensor.dtype is Q8_G128 and not name.endswith(KEPT)}
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        light = {name: _requantised(tensor, pool) for name, tensor in heavy.items()}
+    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "q27app-light")
+    light = {name: Requantised(tensor, pool) for name, tensor in heavy.items()}
+    pool.shutdown(wait=False)
     return Container(container.path, container.metadata, tensors | light) if light else container
-
-
-def _requantised(tensor: Tensor, pool: ThreadPoolExecutor) -> Tensor:
-    data = np.empty((tensor.rows, row_bytes(Q4_G64, tensor.cols)), np.uint8)
-    scales = np.empty((tensor.rows, scales_per_row(Q4_G64, tensor.cols)), np.float16)
-
-    def some(start: int) -> None:
-        rows = slice(start, start + ROWS)
-        data[rows], scales[rows] = encode(tensor.values(start, start + ROWS), Q4_G64, tensor.name, threads=1)
-
-    list(pool.map(some, range(0, tensor.rows, ROWS)))
-    return replace(tensor, dtype=Q4_G64, data=data, scales=scales)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
+from q27app.errors import FileFormatError
+from q27app.weights import light
 from q27app.weights.codecs import encode
 from q27app.weights.container import open_container
 from q27app.weights.dtypes import Q4_G64
@@ -16,13 +20,13 @@ from q27app.weights.synthetic import synthesize
 def test_a_q4_models_draft_layer_becomes_q4(tmp_path, wiring):
     with open_container(synthesize(tmp_path / "a.q27", "nano", wiring, "q4s")) as container:
         draft = max(int(name.split(".")[1]) for name in container.tensors if name.startswith("blk."))
-        light = with_light_drafts(container, draft)
-        changed = {name for name, tensor in light.tensors.items() if tensor is not container.tensors[name]}
+        lighter = with_light_drafts(container, draft)
+        changed = {name for name, tensor in lighter.tensors.items() if tensor is not container.tensors[name]}
         assert changed == {f"blk.{draft}.{name}.weight" for name in
                            ("nextn.eh_proj", "attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
-        assert list(light.tensors) == list(container.tensors)
+        assert list(lighter.tensors) == list(container.tensors)
         for name in changed:
-            old, new = container.tensors[name], light.tensors[name]
+            old, new = container.tensors[name], lighter.tensors[name]
             data, scales = encode(old.values(), Q4_G64)
             assert new.dtype is Q4_G64 and new.shape == old.shape
             np.testing.assert_array_equal(new.data, data)
@@ -32,3 +36,26 @@ def test_a_q4_models_draft_layer_becomes_q4(tmp_path, wiring):
 def test_other_models_stay_as_they_are(tmp_path):
     with open_container(synthesize(tmp_path / "a.q27", "nano", "dense", "q8")) as container:
         assert with_light_drafts(container, 4) is container
+
+
+def test_who_wants_a_matrix_waits_and_gets_what_ended_it(tmp_path, monkeypatch):
+    go_on, inner = threading.Event(), light.encode
+
+    def waits(values, dtype, name, threads):
+        go_on.wait(20)
+        if "ffn_up" in name:
+            raise FileFormatError("a scale is not finite.")
+        return inner(values, dtype, name, threads=threads)
+
+    monkeypatch.setattr(light, "encode", waits)
+    with open_container(synthesize(tmp_path / "a.q27", "nano", "dense", "q4s")) as container:
+        draft = max(int(name.split(".")[1]) for name in container.tensors if name.startswith("blk."))
+        found = with_light_drafts(container, draft).tensors
+        down, up = (found[f"blk.{draft}.ffn_{name}.weight"] for name in ("down", "up"))
+        assert down.dtype is Q4_G64 and down.nbytes < container.tensors[down.name].nbytes and down.rows == down.shape[0]
+        threading.Timer(0.1, go_on.set).start()
+        values = down.values()
+        assert values.shape == down.shape and abs(values - container.tensors[down.name].values()).max() < 0.1
+        with pytest.raises(FileFormatError, match="not finite"):
+            up.data
+        assert list(found) == list(container.tensors)
