@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from q27app.cli import run
 from q27app.kernels import peaks
@@ -63,3 +65,22 @@ def test_the_multiplying_kernel_does_the_operations_it_counts():
         sums.append(device.download(out, 4 * peaks.THREADS).view(np.float32))
     assert sums[0].min() > 0 and np.allclose(sums[1], 3 * sums[0], rtol=1e-4)
     device.check_guards()
+
+
+def test_what_a_launch_and_a_wait_take_is_shared_by_several_readings(monkeypatch):
+    clock, last = [0.0], []
+
+    class Card:
+        card, allocate, prepare, fill, release = SimpleNamespace(num_sms=1), lambda *_: 1, lambda *_: None, lambda *_: None, lambda *_: None
+
+        def synchronize(self):
+            clock[0] += 20e-6
+
+    def read(device, data, out, num_words, blocks):
+        clock[0] += 250e-6
+        last[:] = [num_words * 16]
+
+    monkeypatch.setattr(peaks, "read_once", read)
+    monkeypatch.setattr(peaks, "multiply_rounds", lambda *_: 1)
+    monkeypatch.setattr(peaks.time, "perf_counter", lambda: clock[0])
+    assert peaks.measure_peaks(Card()).gb_per_s == pytest.approx(last[0] / 252.5e-6 / 1e9)
