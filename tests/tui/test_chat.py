@@ -228,7 +228,7 @@ async def test_enter_sends_and_ctrl_j_and_paste_do_not(chat):
 
 async def test_scrolling_up_stops_following_and_the_chip_tells(chat):
     screens, daemon = chat
-    daemon.script = lambda body: ["line\n\n" * 60, 0.3, "THE END"]
+    daemon.script = lambda body: ["line\n\n" * 60, 1.5, "THE END"]   # after the keys, also on a busy machine
     await screens.say("long")
     await screens.shows("line")
     await screens.until(lambda: screens.app.screen.transcript.max_scroll_y > 20)
