@@ -125,6 +125,12 @@ def test_purging_leaves_what_a_link_points_to(installed, tmp_path):
     assert (elsewhere / "models/mine.q27").exists()
 
 
+def test_the_oldest_click_that_may_be_installed_has_the_error_of_a_group_without_its_command():
+    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    (oldest,) = [line.removeprefix("click>=") for line in wanted if line.startswith("click>=")]
+    assert tuple(map(int, oldest.split("."))) >= (8, 2), "cli.run names click.exceptions.NoArgsIsHelpError"
+
+
 def test_every_data_file_of_the_package_is_declared():
     package = REPOSITORY / "q27app"
     patterns = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["q27app"]
