@@ -42,7 +42,8 @@ class Arrival:
         self.has_room = self._has_slot = self._is_refused = False
         self._began = time.perf_counter()
 
-    def _found(self) -> Snapshot | None:
+    @property
+    def found(self) -> Snapshot | None:
         """The longest kept state that it goes on from."""
         tokens = self.reading.entry.tokens
         return self._store.deepest(tokens, len(tokens))
@@ -50,12 +51,12 @@ class Arrival:
     @property
     def num_missing(self) -> int:
         """Blocks to be filled."""
-        found = self._found()
+        found = self.found
         return self.reading.entry.num_tokens // BLOCK_POSITIONS - (0 if found is None else len(found.blocks))
 
     def take_room(self) -> None:
         """Blocks, for which kept states may go, and a slot if one is free."""
-        found = self._found()
+        found = self.found
         blocks = self._store.room_for(self.reading.entry.num_tokens, found)
         if blocks is None:
             self._is_refused = True
@@ -151,7 +152,7 @@ class Arrivals:
 
     def _start(self, reading: Reading) -> bool:
         arrival = Arrival(self._state, self._store, reading)
-        if not self._store.has_room(arrival.num_missing):
+        if not self._store.has_room(arrival.num_missing, arrival.found):
             reading.stop()
             return False
         if self._has_free_blocks(arrival):

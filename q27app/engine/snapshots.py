@@ -241,9 +241,9 @@ class SnapshotStore:
             self.drop(snapshot)
             self.num_evicted += 1
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free, or would be if no state were kept."""
-        return self._blocks.num_free >= num_blocks or self._reachable() >= num_blocks
+    def has_room(self, num_blocks: int, found: Snapshot | None = None) -> bool:
+        """Whether so many blocks are free, or would be if no state were kept. found: whose blocks are to stay."""
+        return self._blocks.num_free >= num_blocks or self._reachable(found) >= num_blocks
 
     def room_for(self, num_tokens: int, found: Snapshot | None) -> np.ndarray | None:
         """int32 [n / 64]: blocks of a state that goes on from a kept one, whose blocks come first and get one more owner; None if there
@@ -282,11 +282,13 @@ class SnapshotStore:
     def _is_last(self, snapshot: Snapshot) -> bool:
         return not any(other.num_tokens > snapshot.num_tokens and begins_with(other.tokens, snapshot.tokens) for other in self)
 
-    def _reachable(self) -> int:
-        """Blocks that would be free without any snapshot."""
+    def _reachable(self, found: Snapshot | None) -> int:
+        """Blocks that would be free without any snapshot, but for those of one."""
         own = np.zeros(self._blocks.num_blocks, np.int32)
         for snapshot in self:
             own[snapshot.blocks] += 1
+        if found is not None:
+            own[found.blocks] = 0
         return self._blocks.num_free + self._blocks.owned_alone(own)
 
     def clear(self) -> None:

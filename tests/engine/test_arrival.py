@@ -10,7 +10,7 @@ import pytest
 from q27app.engine import arrival, disk_entry
 from q27app.engine.disk_cache import DiskCache
 from q27app.engine.disk_entry import entries_of
-from q27app.engine.request import SamplingParams
+from q27app.engine.request import Request, SamplingParams
 from tests.engine.conversations import close, settle_all
 from tests.engine.test_prefix_toy import ask, desk_of, hold_readers, prompt_of
 from tests.engine.toy import expected_text
@@ -257,4 +257,17 @@ def test_the_state_that_an_entry_goes_on_from_stays_if_the_entry_is_damaged(tmp_
     for seed in (1, 8, 9):
         ask(desk, prompt_of(130, seed))
     assert ask(desk, prompt_of(300, 1)) == 128
+    close(desk)
+
+
+def test_no_entry_is_read_that_would_fit_only_without_the_state_it_goes_on_from(tmp_path):
+    written(tmp_path, 1)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=7)
+    arrivals, prompt = desk.loaded.prefix_cache._arrivals, prompt_of(300, 1)
+    arrivals._disk._early.clear()
+    ask(desk, prompt[:130])
+    held = desk.loaded.blocks.allocate(4)
+    assert not arrivals.prepares(Request("late", prompt, SamplingParams()), np.array(prompt, np.int32), 0.0) and arrivals._now is None
+    desk.loaded.blocks.release(held)
+    assert ask(desk, prompt) == 256
     close(desk)
