@@ -32,7 +32,7 @@ def main(sources: list[str], target: str) -> None:
         points = [(row[0], row[4 + depth]) for row in rows if len(row) > 4 + depth]
         right.plot(*zip(*points, strict=True), label=f"draft depth {depth}", linewidth=1)
     for axis, title in ((left, "main model, by length of sequence"), (right, "draft layer, by depth")):
-        axis.set(title=title, xlabel="step of 65,536 or 98,304 tokens", yscale="log")
+        axis.set(title=title, xlabel="step of 65,536 tokens", yscale="log")
         axis.grid(alpha=0.3)
         for part in parts[1:]:
             axis.axvline(part[0][0], color="black", linestyle=":", linewidth=1)

@@ -19,7 +19,7 @@ from q27app.weights.demo_tokenizer import train
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-DEMO_SHA256 = "995d547c107d6b3d170065b19b72212bb52e0826fc97b089cefc80e41a86ffd9"
+DEMO_SHA256 = "f5a922863369be3ac40986ccb5dca52d9bfe72522371eb7efccff67a1f5d52be"
 """Of the bundled model; `training/README.md` says how it is made."""
 
 
