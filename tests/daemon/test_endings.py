@@ -28,18 +28,37 @@ async def test_all_answers_of_a_request_end_when_the_daemon_stops(start):
     assert len(running.engine.cancels) == 2 == len(set(running.engine.cancels))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_a_request_that_is_not_in_the_engine_yet_can_be_cancelled(start, path, monkeypatch):
+def held_back(monkeypatch) -> asyncio.Event:
+    """Requests are prepared when it is set, and get no further before."""
     from q27app.daemon import generate
 
-    running, go_on = await start(), asyncio.Event()
-    inner = generate.prepare
+    go_on, inner = asyncio.Event(), generate.prepare
 
     async def waits(*args):
         await go_on.wait()
         return await inner(*args)
 
     monkeypatch.setattr(generate, "prepare", waits)
+    return go_on
+
+
+async def test_a_request_that_is_not_in_the_engine_when_the_daemon_stops_never_gets_there(start, monkeypatch):
+    running, go_on = await start(), held_back(monkeypatch)
+    monkeypatch.setattr("q27app.daemon.serve.CANCEL_GRACE_S", 0.1)
+    asked = asyncio.create_task(running.post("/v1/completions", {"prompt": "x", "max_tokens": 9}))
+    await until(lambda: bool(running.daemon.active))
+    stop = _Signals()
+    stop.at_once.set()
+    await _drain(running.app, stop, 5.0, Notifier())
+    go_on.set()
+    assert (await asyncio.wait_for(asked, 2))[0] == 503
+    await running.quiet()
+    assert not running.engine.requests
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_request_that_is_not_in_the_engine_yet_can_be_cancelled(start, path, monkeypatch):
+    running, go_on = await start(), held_back(monkeypatch)
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "input": "hi", "stream": True}
     asked = asyncio.create_task(running.post(path, body))
     await until(lambda: bool(running.daemon.active))

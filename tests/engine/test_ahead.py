@@ -8,7 +8,7 @@ import pytest
 from q27app.engine.depth import EXPLORE, PassPrices
 from q27app.engine.drafter import shares_of
 from q27app.engine.drafts import Drafts
-from q27app.engine.request import FinishReason, Request, SamplingParams
+from q27app.engine.request import FinishReason, Request, SamplingParams, is_open
 from q27app.engine.sequence import Sequence
 from q27app.engine.snapshot_cache import SnapshotCache
 from q27app.errors import Q27Error
@@ -195,6 +195,14 @@ def test_a_guide_that_cannot_say_what_it_constrains_is_waited_for(wanted):
     mute, other = desk.ask(prompt_of(5), 20, guide=guide), desk.ask(prompt_of(6, 3), 25)
     desk.run()
     assert mute.tokens == expected_text(prompt_of(5), 20) and other.tokens == expected_text(prompt_of(6, 3), 25)
+
+
+def test_a_guide_that_cannot_say_whether_it_is_open_is_asked_for_its_mask():
+    guide = Mute("none")
+    guide.is_open = True
+    assert is_open(None) and is_open(guide)
+    guide.wanted = "is_open"
+    assert is_open(guide) is False
 
 
 def test_a_pass_that_cannot_be_started_behind_another_leaves_no_draws_to_the_next_request():

@@ -271,3 +271,51 @@ def test_no_entry_is_read_that_would_fit_only_without_the_state_it_goes_on_from(
     desk.loaded.blocks.release(held)
     assert ask(desk, prompt) == 256
     close(desk)
+
+
+def test_the_state_that_an_entry_goes_on_from_is_the_last_to_go_for_it(tmp_path):
+    written(tmp_path, 1)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=7)
+    desk.loaded.prefix_cache._arrivals._disk._early.clear()
+    for seed in (1, 8, 9):
+        ask(desk, prompt_of(130, seed))
+    arrivals, prompt = desk.loaded.prefix_cache._arrivals, np.array(prompt_of(300, 1), np.int32)
+    request = Request("next", tuple(prompt.tolist()), SamplingParams())
+    while arrivals.prepares(request, prompt, 1.0):
+        pass
+    assert kept_in(desk) == [(128, "prompt"), (128, "prompt"), (256, "disk")]
+    assert arrivals._store.deepest(prompt[:200], 200) is not None
+    close(desk)
+
+
+def test_who_waits_for_an_entry_whose_room_others_have_taken_goes_on_without_it(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    desk = desk_of(folder=tmp_path, slots=1, max_context=384, num_blocks=7)
+    desk.loaded.prefix_cache._arrivals._disk._early.clear()
+    ask(desk, prompt_of(300, 9))
+    gate, blocks = threading.Event(), desk.loaded.blocks
+    hold_readers(monkeypatch, gate)
+    arrivals, prompt = desk.loaded.prefix_cache._arrivals, np.array(prompt_of(300, 1), np.int32)
+    request = Request("next", tuple(prompt.tolist()), SamplingParams())
+    assert arrivals.prepares(request, prompt, 0.0)
+    held = blocks.allocate(3)
+    for snapshot in arrivals._store:
+        blocks.share(snapshot.blocks)   # who runs goes on from it
+    gate.set()
+    assert any(not arrivals.prepares(request, prompt, 20.0) for _ in range(9)), "it would be waited for without end"
+    assert arrivals._now is None and kept_in(desk) == [(256, "prompt")]
+    for snapshot in arrivals._store:
+        blocks.release(snapshot.blocks)
+    blocks.release(held)
+    blocks.check(desk.loaded.prefix_cache.owned_blocks())
+    close(desk)
+
+
+def test_what_nobody_waits_for_any_more_gives_its_slot_and_blocks_back(tmp_path, monkeypatch):
+    desk, cache, gate = one_coming_early(tmp_path, monkeypatch, device=8)
+    arrival = cache._arrivals._now
+    assert arrival._slot is not None and len(cache.store._free_slots) == 7 and desk.loaded.blocks.num_free < desk.loaded.blocks.num_blocks
+    cache._arrivals.stop()
+    assert len(cache.store._free_slots) == 8 and desk.loaded.blocks.num_free == desk.loaded.blocks.num_blocks
+    gate.set()
+    close(desk)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from q27app.engine import warm_up
 from q27app.engine.depth import PassPrices
 from q27app.engine.warm_up import WarmUp, usual_shapes
@@ -19,7 +21,8 @@ def test_the_likeliest_shapes_come_first_and_none_is_missing():
         assert sorted(lengths[0] - 1 for kind, lengths in usual_shapes(1, cap, False) if kind == "rows") == list(range(cap + 1))
 
 
-def test_the_price_of_a_draft_step_is_what_longer_and_shorter_chains_differ_by(monkeypatch):
+@pytest.mark.parametrize("depths, price", [(warm_up.USUAL_DEPTHS, 2.0), ((5, 7), 2.0), ((5, 3), 2.0), ((5, 4, 6), 0.0), ((5,), 0.0)])
+def test_the_price_of_a_draft_step_is_what_longer_and_shorter_chains_differ_by(monkeypatch, depths, price):
     prices, clock = PassPrices(), [0.0]
     monkeypatch.setattr(warm_up.time, "monotonic", lambda: clock[0])
     warm = WarmUp.__new__(WarmUp)
@@ -28,6 +31,6 @@ def test_the_price_of_a_draft_step_is_what_longer_and_shorter_chains_differ_by(m
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=100), backend=SimpleNamespace(drafted=lambda: None, result=lambda: None))
     model.draft_ahead = lambda state, steps, rows, narrow: clock.__setitem__(0, clock[0] + 0.1 + 0.002 * steps)
     warm._model = model
-    for depth in warm_up.USUAL_DEPTHS:
+    for depth in depths:
         warm._run_ahead(SimpleNamespace(num_seqs=1, num_rows=1 + depth))
-    assert abs(prices.step_ms - 2.0) < 1e-6
+    assert abs(prices.step_ms - price) < 1e-6

@@ -17,7 +17,7 @@ from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import Q8_G128
 from tests.kernels import attend_checks, cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
-from tests.kernels.made import make_batch
+from tests.kernels.made import begin_alone, make_batch
 
 pytestmark = needs_compiler
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
@@ -163,3 +163,27 @@ def test_an_embedding_in_host_memory_gives_the_same_rows():
         rows.append(backend.download(x))
     np.testing.assert_array_equal(rows[0], rows[1])
     np.testing.assert_allclose(rows[0], table.values()[[0, 7, 199]], atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_row_of_each_of_many_sequences_finds_its_own_keys():
+    """More sequences than a warp has lanes, in one pass: the bits of each alone."""
+    count, device = 43, EmulatedDevice(CARD)
+    bench = attend_checks.AttendBench(device, CONFIG, "fp16", count, 1, count + 2)
+    attend_checks.fill(bench, 64 * count)
+    rows = np.random.default_rng(3).standard_normal((count + 1, bench.width)).astype(np.float32)
+    places = [(7 * seq) % 60 for seq in range(count)]
+    lengths = [1 + (seq == 20) for seq in range(count)]
+
+    def attend(seqs: range) -> np.ndarray:
+        mine = [sum(lengths[:seq]) + row for seq in seqs for row in range(lengths[seq])]
+        bench.put(rows[mine])
+        batch = make_batch("decode", [[0] * lengths[seq] for seq in seqs], [places[seq] for seq in seqs], [0] * len(seqs), [[seq] for seq in seqs])
+        begin_alone(bench.backend, batch, bench.state)
+        bench.backend.attend(bench.y.rows(len(mine)), bench.layer[0], bench.out.rows(len(mine)))
+        return bench.backend.download(bench.out.rows(len(mine)))
+
+    together = attend(range(count))
+    alone = np.concatenate([attend(range(seq, seq + 1)) for seq in range(count)])
+    assert np.array_equal(together, alone)
+    device.check_guards()

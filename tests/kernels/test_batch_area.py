@@ -143,6 +143,18 @@ def test_what_could_not_be_sent_is_sent_the_next_time():
     assert found(memory, area, "slots", 1) == [2] and found(memory, area, "tables", 1) == [5]
 
 
+def test_tables_of_a_recording_are_not_taken_to_lie_there_before_it_is_replayed():
+    memory = Memory()
+    area, batch = BatchArea(memory, 64, 4, 8), make_batch("decode", [[1]], [0], [2], [[5]])
+    memory.is_recording = True
+    area.put(batch)
+    memory.is_recording = False
+    memory.queued.clear()   # a recording copies nothing
+    area.put(batch)
+    memory.synchronize()
+    assert found(memory, area, "tables", 1) == [5]
+
+
 def test_slates_know_what_lies_there_until_others_change_it_or_a_recording_sends_them():
     memory = Memory()
     slates = Slates(memory, 16)

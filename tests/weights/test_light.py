@@ -54,6 +54,7 @@ def test_who_wants_a_matrix_waits_and_gets_what_ended_it(tmp_path, monkeypatch):
         down, up = (found[f"blk.{draft}.ffn_{name}.weight"] for name in ("down", "up"))
         assert down.dtype is Q4_G64 and down.nbytes < container.tensors[down.name].nbytes and down.rows == down.shape[0]
         threading.Timer(0.1, go_on.set).start()
+        np.testing.assert_array_equal(down.scales, encode(container.tensors[down.name].values(), Q4_G64)[1])
         values = down.values()
         assert values.shape == down.shape and abs(values - container.tensors[down.name].values()).max() < 0.1
         with pytest.raises(FileFormatError, match="not finite"):

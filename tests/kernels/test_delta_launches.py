@@ -1,0 +1,39 @@
+"""Which kernel takes the few rows of a pass through the delta rule, by company, card and pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from q27app.kernels.cuda_mixers import flow_launch
+from tests.kernels import cuda_checks
+from tests.kernels.counting_device import CARDS
+from tests.kernels.delta_checks import DeltaBench
+from tests.kernels.made import begin_alone, make_batch
+from tests.kernels.test_dependent_launches import NotingDevice
+
+ROOM, OF_EACH = 228 * 1024, 1024
+"""Shared memory of a multiprocessor of 9.0, and what the system keeps of it for each block."""
+
+
+@pytest.mark.parametrize("card, counts, deferred, kernels", [
+    ("wide", (1,), False, ["delta_one"]), ("wide", (1, 1), False, ["delta_one"]), ("wide", (1,) * 3, False, ["delta_flow"]),
+    ("wide", (1,) * 3, True, ["delta_many"]), ("narrow", (1,) * 3, False, ["delta_many"]), ("narrow", (1, 1), False, ["delta_one"]),
+    ("wide", (4,), False, ["delta_step", "delta_window"]), ("wide", (2, 1, 1), False, ["delta_steps", "delta_window"]),
+    ("wide", (4,), True, ["delta_step"])])
+def test_the_kernel_of_a_pass(card, counts, deferred, kernels):
+    device = NotingDevice(CARDS[card])
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=128, delta_key_heads=2, delta_value_heads=4))
+    state, seqs = bench.backend.allocate_state(bench.config, 1, 1, "fp16", len(counts), 8, 16), range(len(counts))
+    phase = "verify" if deferred else "decode"
+    begin_alone(bench.backend, make_batch(phase, [[0] * count for count in counts], [0] * len(counts), list(seqs), [[seq] for seq in seqs], None, deferred), state)
+    device.launches.clear()
+    bench.backend.delta(bench.y.rows(sum(counts)), bench.layer, bench.out.rows(sum(counts)))
+    assert [name for name, _ in device.launches] == kernels
+
+
+def test_blocks_of_the_flow_hold_three_shares_and_two_fit_beside_each_other():
+    (blocks,), threads, shared = flow_launch(128, 64, 48, 132)
+    assert (blocks, threads, shared) == (2 * 132, 256, 3 * 32768 + 2 * 4 * (128 + 128 + 64) + 2 * 32 + 3 * 8 + 8)
+    assert 2 * (shared + OF_EACH) <= ROOM and flow_launch(128, 1, 48, 132)[0] == (96,)
