@@ -237,7 +237,7 @@ def _error_from(status: int, body: dict[str, Any], asked: str) -> Q27Error:
     kinds = {401: Unauthorized, 403: Forbidden, 404: NotFound, 503: Overloaded, 529: Overloaded}
     hints = {401: "Give the key that the server wants.", 403: "Give a key that may do this.",
              404: "Is the address right, and is it a server of OpenAI's dialect?"}
-    if not detail and status >= 500:
+    if not (detail or body.get("reason")) and status >= 500:
         hints = hints | {status: "Is the address right, and is it a server of OpenAI's dialect? Its log may say more."}
     kind = kinds.get(status) or (BadRequest if 400 <= status < 500 else Q27Error)
     return kind(str(message)[:2000], hints.get(status, ""))

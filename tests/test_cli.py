@@ -299,3 +299,14 @@ def test_a_file_is_named_once_and_without_the_systems_number(tmp_path, capfd):
 def test_a_setting_that_may_be_empty_says_so(capfd):
     assert run(["serve", "--preset", "x"]) == 2
     assert 'Allowed: "", agentic' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("body, doubts", [("Bad Gateway", True), ("{}", True), ('{"error": {"message": "a mistake of ours"}}', False),
+                                          ('{"reason": "the model is loading."}', False)])
+def test_a_server_that_says_what_is_wrong_is_not_taken_for_another(body, doubts):
+    from q27app.client import _refusal
+
+    for status in (500, 502, 503):
+        error = _refusal(status, body, "GET http://a/x")
+        assert ("Is the address right" in error.hint) is doubts
+        assert (error.message == f"GET http://a/x was answered with status {status}.") is doubts and (doubts or error.message in body)
