@@ -138,11 +138,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point: run a command and leave with its exit code."""
     code = run(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:   # started without one
+            sys.stdout.flush()
     except BrokenPipeError:
         _silence(sys.stdout)
     except OSError as error:
-        code = _no_room(error)
+        code = _not_written(error)
     sys.exit(code)
 
 
@@ -169,7 +170,7 @@ def run(arguments: list[str]) -> int:
         _silence(sys.stdout)
         return errors.EXIT_FAILED
     except OSError as error:
-        return _no_room(error) if error.errno in NO_ROOM else report_crash(error, arguments)
+        return _not_written(error) if error.errno in NO_ROOM else report_crash(error, arguments)
     except Exception as error:  # a mistake of ours: the traceback belongs in a file, not on the user's screen
         return report_crash(error, arguments)
 
@@ -188,11 +189,12 @@ def _complain(message: str, hint: str, code: int) -> int:
     return code
 
 
-def _no_room(error: OSError) -> int:
-    """A disk is full, be it that of the output; what is still buffered goes."""
+def _not_written(error: OSError) -> int:
+    """A disk is full, or the output takes no more; what is still buffered goes."""
     _silence(sys.stdout)
     where = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
-    return _complain(f"{where}: {error.strerror or error}.", "Free some space, or have it written elsewhere.", errors.EXIT_FAILED)
+    hint = "Free some space, or have it written elsewhere." if error.errno in NO_ROOM else "Have it written elsewhere."
+    return _complain(f"{where}: {error.strerror or error}.", hint, errors.EXIT_FAILED)
 
 
 def _use_color() -> bool:
@@ -205,6 +207,8 @@ def _silence(stream: Any) -> None:
     """The reader has gone: nothing that is still buffered may complain at exit."""
     import os
 
+    if stream is None:
+        return
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import subprocess
@@ -78,6 +79,12 @@ def test_a_full_disk_is_no_mistake_of_ours(arguments):
         code, _, err = finish(*arguments, stdout=full)
     assert code == 1
     assert err == "error: the output cannot be written: No space left on device.\n  Free some space, or have it written elsewhere.\n"
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("--version",), ("rm", "none")])
+def test_a_program_without_an_output_is_no_mistake_of_ours(arguments):
+    code, _, err = finish(*arguments, stdout=None, preexec_fn=lambda: os.close(1))
+    assert code == (2 if arguments[0] == "rm" else 0) and "Traceback" not in err and "mistake" not in err
 
 
 @pytest.mark.parametrize("arguments, says", [
