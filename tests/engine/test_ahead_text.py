@@ -46,12 +46,15 @@ def run(tokenizer, is_ahead: bool, eos_ids: tuple[int, ...], draft: str) -> tupl
 
 @pytest.mark.parametrize("draft", ["off", "suffix"])
 def test_answers_have_the_texts_of_passes_that_wait(tokenizer, draft):
-    """Ends of text come often here, while reasoning too: their ids are common letters."""
+    """Ends of text come often in the second round, while reasoning too: their ids are common letters."""
     common = tuple(tokenizer.encode("e")) + tuple(tokenizer.encode("."))
+    total = 0  # how many go behind in which round depends on how much the weights repeat: drafts wait
     for eos_ids in (tuple(tokenizer.eos_ids), common):
         waiting, none = run(tokenizer, False, eos_ids, draft)
         ahead, some = run(tokenizer, True, eos_ids, draft)
-        assert ahead == waiting and none == 0 and some > 10
+        assert ahead == waiting and none == 0 and some > 0
+        total += some
+    assert total > 20
     assert any(forced for _, _, forced in ahead)
 
 
