@@ -150,12 +150,14 @@ class Arrivals:
         fitting = (entry for entry in self._disk.candidates(prompt, least) if (entry.slot_bytes, entry.block_bytes) == ours)
         return next(fitting, None)
 
-    def _start(self, reading: Reading) -> bool:
+    def _start(self, reading: Reading, is_early: bool = False) -> bool:
+        """is_early: nobody waits for it, and no kept state may go for it."""
         arrival = Arrival(self._state, self._store, reading)
-        if not self._store.has_room(arrival.num_missing, arrival.found):
+        is_free = self._has_free_blocks(arrival)
+        if not is_free and (is_early or not self._store.has_room(arrival.num_missing, arrival.found)):
             reading.stop()
             return False
-        if self._has_free_blocks(arrival):
+        if is_free:
             arrival.take_room()
         self._now = arrival
         return True
@@ -193,11 +195,9 @@ class Arrivals:
         if reading is None:
             return
         if self._store.at(reading.entry.tokens) is not None:
-            return reading.stop()
-        if self._has_free_blocks(Arrival(self._state, self._store, reading)):
-            self._start(reading)
-        else:
             reading.stop()
+        else:
+            self._start(reading, is_early=True)
 
     def stop(self) -> None:
         """Give back what has come of a state, if one is on its way; one that comes early begins again later, of another no more is
