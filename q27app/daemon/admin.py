@@ -134,9 +134,7 @@ async def reload(request: web.Request) -> web.Response:
     daemon = request.app[DAEMON]
     if daemon.is_draining:
         raise Overloaded("the daemon is shutting down.")
-    work = asyncio.create_task(reload_config(daemon))   # a client that leaves half way leaves no half of it
-    daemon.background.add(work)
-    work.add_done_callback(daemon.background.discard)
+    work = daemon.in_background(reload_config(daemon))   # a client that leaves half way leaves no half of it
     return json_response((await asyncio.shield(work)).to_dict())
 
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,8 +148,7 @@ class Daemon:
         self.reread: Callable[[], Config] | None = None
         """Gives the configuration as it stands now, for a reload."""
         self.reloading = asyncio.Lock()
-        self.background: set[asyncio.Task[Any]] = set()
-        """What goes on when the client that asked for it has gone."""
+        self._background: set[asyncio.Task[Any]] = set()
         self.last_reload: Reloaded | None = None
         self._constraints: tuple[int, Constraints] | None = None
         self._bell: Bell | None = None
@@ -203,6 +202,13 @@ class Daemon:
             record.is_cancelled = True
             for name in record.engine_ids:
                 self.engine.cancel(name)
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """It goes on whether or not anybody waits for it."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     def end(self, record: RequestRecord) -> None:
         """Close the record: metrics, one log line, one event, and its file where requests are captured. Never raises: the reply has

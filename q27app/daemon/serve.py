@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from q27app.errors import EXIT_ENGINE_DIED, EXIT_OK, AddressInUse, EngineDied, Q27Error
+from q27app.errors import EXIT_ENGINE_DIED, EXIT_OK, AddressInUse, EngineDied, Q27Error, why
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -148,11 +148,10 @@ async def run(
 
     notifier = notifier or Notifier()
     stop = _Signals()
-    reloads: set[asyncio.Task[None]] = set()
     try:
         async with hosting(engine, tokenizer, template, config) as (address, app):
             app[DAEMON].reread = reread
-            stop.install(lambda: reloads.add(asyncio.create_task(_reload(app[DAEMON], notifier))))
+            stop.install(lambda: app[DAEMON].in_background(_reload(app[DAEMON], notifier)))
             (announce or _announce_in_log)(address)
             code = await _until_stopped(engine, stop, notifier)
             await _drain(app, stop, config.server.drain_timeout_s, notifier)
@@ -181,7 +180,7 @@ async def listen(runner: web.AppRunner, config: Config) -> str:
                 "Is a daemon running already (q27app status)? Stop it, or choose --port.",
             ) from error
         raise AddressInUse(
-            f"{where} cannot be bound: {error.strerror or error}.",
+            f"{where} cannot be bound: {why(error)}.",
             "Choose an address of this machine with --host and a port above 1023.",
         ) from error
     host, port = runner.addresses[0][:2]
@@ -195,7 +194,7 @@ class _Signals:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
-    def install(self, reload: Callable[[], None]) -> None:
+    def install(self, reload: Callable[[], object]) -> None:
         """reload: called at each SIGHUP, except on a terminal, whose end sends one and shall end the daemon."""
         if not (sys.stdin is not None and sys.stdin.isatty()):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

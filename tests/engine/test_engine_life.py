@@ -16,6 +16,19 @@ from tests.engine.toy import expected_text, load_toy
 from tests.engine.waiting import WAIT_S, Waiting, ask, until
 
 
+def loads(*results):
+    """A load's function: what each load ends with, in turn; of an exception it dies."""
+    left = list(results)
+
+    def opens(config, progress):
+        result = left.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return opens
+
+
 def test_a_model_that_cannot_be_loaded_is_told_and_refuses_requests(open_engine):
     def opens(config, progress):
         raise OutOfMemory("27 GB are needed, 3 GB are free.")
@@ -33,15 +46,7 @@ def test_a_model_that_cannot_be_loaded_is_told_and_refuses_requests(open_engine)
     (MemoryError(), OutOfMemory, "the system gives no more"), (KeyError("blk.3"), Q27Error, "could not be loaded: KeyError: 'blk.3'"),
 ])
 def test_whatever_loading_ends_with_the_engine_lives_and_loads_another(open_engine, problem, kind, says, caplog):
-    answers = [load_toy(), problem, load_toy()]
-
-    def opens(config, progress):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    engine = open_engine(opens)
+    engine = open_engine(loads(load_toy(), problem, load_toy()))
     engine.unload().result(WAIT_S)
     error = engine.load().exception(WAIT_S)
     assert type(error) is kind and says in str(error) and "Traceback" in caplog.text
@@ -132,15 +137,7 @@ def test_who_gave_an_order_may_leave_and_it_is_obeyed(open_engine, kind):
 
 
 def test_a_later_load_that_fails_leaves_the_engine_unloaded(open_engine):
-    answers = [load_toy(), OutOfMemory("a game has taken the card."), load_toy()]
-
-    def opens(config, progress):
-        answer = answers.pop(0)
-        if isinstance(answer, OutOfMemory):
-            raise answer
-        return answer
-
-    engine = open_engine(opens)
+    engine = open_engine(loads(load_toy(), OutOfMemory("a game has taken the card."), load_toy()))
     engine.unload().result(WAIT_S)
     assert isinstance(engine.load().exception(WAIT_S), OutOfMemory)
     assert engine.status().state == "unloaded" and "a game" in str(engine.status().error)
