@@ -194,7 +194,7 @@ def _not_written(error: OSError) -> int:
     _silence(sys.stdout)
     where = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
     hint = "Free some space, or have it written elsewhere." if error.errno in NO_ROOM else "Have it written elsewhere."
-    return _complain(f"{where}: {error.strerror or error}.", hint, errors.EXIT_FAILED)
+    return _complain(f"{where}: {errors.why(error)}.", hint, errors.EXIT_FAILED)
 
 
 def _use_color() -> bool:

@@ -23,7 +23,7 @@ from q27app.chat.vocabulary import (
     ABSENT, ADDED, CONTROL, MAX_TOKENS, ORDINARY, SPLIT_PATTERNS, Vocabulary, make_vocabulary, pair,
     split_pre_tokenizer,
 )
-from q27app.errors import FileFormatError
+from q27app.errors import FileFormatError, why
 
 MAGIC = 0x54373251
 MAX_FILE_BYTES = 64 << 20
@@ -76,7 +76,7 @@ def read_tok(path: Path | str) -> Vocabulary:
             raise FileFormatError(f"{path}: {size} bytes, a .tok file has at most {MAX_FILE_BYTES}.")
         reader = _Reader(path.read_bytes(), path)
     except OSError as error:
-        raise FileFormatError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        raise FileFormatError(f"{path}: cannot be read: {why(error)}.") from error
     magic = reader.number("magic")
     if magic != MAGIC:
         raise FileFormatError(f"{path}: magic is 0x{magic:08x}, expected 0x{MAGIC:08x} (a .tok file).")

@@ -22,7 +22,7 @@ from q27app.chat.tok_file import read_tok
 from q27app.chat.vocabulary import (
     ABSENT, CONTROL, ORDINARY, Vocabulary, byte_alphabet, metadata_eos, vocabulary_from_gguf, vocabulary_from_json,
 )
-from q27app.errors import FileFormatError, ModelError
+from q27app.errors import FileFormatError, ModelError, why
 
 CACHE_CHARS = 4 << 20
 """Characters of encoded stretches that are remembered: a warm turn encodes only what is new."""
@@ -69,7 +69,7 @@ class Tokenizer:
         try:
             return cls(vocabulary_from_json(Path(path).read_bytes()))
         except OSError as error:
-            raise FileFormatError(f"{path}: cannot be read: {error.strerror or error}.") from error
+            raise FileFormatError(f"{path}: cannot be read: {why(error)}.") from error
 
     @classmethod
     def from_tok_file(cls, path: Path | str) -> Tokenizer:

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from q27app.errors import UsageError
+from q27app.errors import UsageError, why
 
 log = logging.getLogger("q27app.daemon")
 
@@ -33,7 +33,7 @@ class Capture:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             mode = folder.stat().st_mode & 0o777
         except OSError as error:
-            raise UsageError(f"{folder}: requests cannot be captured there: {error.strerror or error}.") from error
+            raise UsageError(f"{folder}: requests cannot be captured there: {why(error)}.") from error
         if mode & 0o077:
             raise UsageError(f"{folder}: others can read this folder (mode {mode:04o}).", f"chmod 700 {folder}")
         self._folder, self._limit = folder, limit_bytes
@@ -52,7 +52,7 @@ class Capture:
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(raw)
         except OSError as error:
-            log.warning("request %s cannot be captured: %s", name, error.strerror or error)
+            log.warning("request %s cannot be captured: %s", name, why(error))
 
     def _make_room(self, size: int) -> None:
         files = [(path.stat().st_mtime_ns, path.name, path.stat().st_size, path) for path in self._ours()]

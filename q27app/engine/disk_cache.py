@@ -24,6 +24,7 @@ from q27app.engine.disk_entry import (
     KINDS, MAGIC, READERS, DiskEntry, entries_of, entry_name, is_of_older_layout, layout_of, read_head, remove_leftovers, write_entry,
 )
 from q27app.engine.disk_reading import Reading
+from q27app.errors import why
 from q27app.kernels.batch import BLOCK_POSITIONS
 
 log = logging.getLogger("q27app.engine")
@@ -69,7 +70,7 @@ class DiskCache:
             probe.touch(mode=0o600)
             probe.unlink()
         except OSError as error:
-            log.error("the disk cache is off: %s cannot be used: %s", self.folder, error.strerror or error)
+            log.error("the disk cache is off: %s cannot be used: %s", self.folder, why(error))
             return False
         remove_leftovers(self.folder)
         remove_older(self.folder)
@@ -225,7 +226,7 @@ class DiskCache:
                 self.num_written += 1
             except Exception as error:  # whatever it is, the next one may be written
                 self.num_failed += 1
-                log.warning("the disk cache could not write an entry: %s", getattr(error, "strerror", None) or error)
+                log.warning("the disk cache could not write an entry: %s", why(error))
             finally:
                 del item, slot, blocks
                 with self._lock:
@@ -261,14 +262,20 @@ def evict(folder: Path, budget: int) -> int:
 
 def remove_older(folder: Path) -> int:
     """Delete what earlier versions of this program have written in layouts that are read no more; returns how many."""
-    older, count = [file for file in _files(folder) if is_of_older_layout(file[2])], 0
-    for _, _, path in older:
+    count, freed = _delete([file for file in _files(folder) if is_of_older_layout(file[2])])
+    if count:
+        log.info("%d entries of the disk cache, %.2f GB, had an older layout and were deleted", count, freed / 1e9)
+    return count
+
+
+def _delete(files: list[tuple[int, int, Path]]) -> tuple[int, int]:
+    """Those that can be deleted: (how many, bytes)."""
+    count = freed = 0
+    for _, size, path in files:
         with contextlib.suppress(OSError):
             path.unlink()
-            count += 1
-    if count:
-        log.info("%d entries of the disk cache, %.2f GB, had an older layout and were deleted", count, sum(size for _, size, _ in older) / 1e9)
-    return count
+            count, freed = count + 1, freed + size
+    return count, freed
 
 
 def describe(folder: Path) -> list[dict[str, Any]]:
@@ -293,9 +300,5 @@ def _why_not(path: Path) -> str:
 
 def clear(folder: Path) -> tuple[int, int]:
     """Delete every entry and leftover; (how many, bytes)."""
-    files, count, freed = _files(folder), 0, 0
-    for _, size, path in files:
-        with contextlib.suppress(OSError):
-            path.unlink()
-            count, freed = count + 1, freed + size
+    count, freed = _delete(_files(folder))
     return count + remove_leftovers(folder), freed

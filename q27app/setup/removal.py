@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from q27app.errors import Q27Error
+from q27app.errors import Q27Error, why
 from q27app.paths import cache_dir, config_dir, data_dir, models_dir, state_dir
 
 LAUNCHER_MARK = "/q27app/program/bin/q27app"
@@ -77,5 +77,5 @@ def remove(item: Item) -> str:
         else:
             shutil.rmtree(item.path)
     except OSError as error:
-        raise Q27Error(f"{item.path}: cannot be removed: {error.strerror or error}.", "Remove it by hand.") from error
+        raise Q27Error(f"{item.path}: cannot be removed: {why(error)}.", "Remove it by hand.") from error
     return f"removed {item.path}"

@@ -227,7 +227,7 @@ def _open_locked(partial: Path) -> int:
             f"{partial} is being written by another process.", "Wait for it, or choose another name."
         ) from None
     except OSError as problem:
-        raise UsageError(f"{partial} cannot be written: {problem.strerror or problem}.",
+        raise UsageError(f"{partial} cannot be written: {why(problem)}.",
                          f"Make the folder {partial.parent}, or name another place." if not partial.parent.is_dir() else
                          "Choose a place that you may write.") from problem
     raise UsageError(f"{partial} changes all the time; expected one writer.", "Stop the other writers of this file.")
