@@ -82,15 +82,19 @@ def say_progress(as_json: bool) -> Callable[[str], None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM ends a measurement as Ctrl-C does: with a report of what is there."""
+    """SIGTERM ends a measurement as Ctrl-C does: with a report of what is there. So does Ctrl-C where it was ignored until now, as
+    it is for what a script has in the background: to asyncio, only what interrupts can end a measurement in good order."""
     def as_interrupt(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGTERM, as_interrupt)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, as_interrupt), signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_report(report: Report, options: dict[str, Any], problem: BaseException | None = None, path: Path | None = None) -> None:

@@ -13,13 +13,14 @@ from aiohttp import web
 class OpenAIDouble:
     """words: each answer has so many pieces, unless the request wants fewer. delay_s: between pieces. tells_usage,
     has_logprobs, takes_ids: what it can. window: words of the longest prompt. key: required where not "". answer: what it says instead of words. fail_after:
-    from that request on it answers 500."""
+    from that request on it answers 500. hold_after: later ones wait for their answers until it is raised."""
 
     def __init__(self, words: int = 5, delay_s: float = 0.0, tells_usage: bool = True, has_logprobs: bool = True,
-                 takes_ids: bool = True, key: str = "", answer: Any = None, fail_after: int = 10**9, window: int = 10**9) -> None:
+                 takes_ids: bool = True, key: str = "", answer: Any = None, fail_after: int = 10**9, window: int = 10**9,
+                 hold_after: int = 10**9) -> None:
         self.words, self.delay_s, self.tells_usage = words, delay_s, tells_usage
         self.has_logprobs, self.takes_ids, self.key, self.answer, self.fail_after = has_logprobs, takes_ids, key, answer, fail_after
-        self.window = window
+        self.window, self.hold_after = window, hold_after
         self.bodies: list[dict[str, Any]] = []
         self.url = ""
 
@@ -67,7 +68,10 @@ class OpenAIDouble:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        if len(self.bodies) > self.fail_after:
+        number = len(self.bodies)
+        while number > self.hold_after:
+            await asyncio.sleep(0.01)
+        if number > self.fail_after:
             return web.json_response({"error": {"message": "out of order"}}, status=500)
         if self._usage(body, 0)["prompt_tokens"] > self.window:
             return web.json_response({"error": {"message": f"prompt is too long, more than {self.window}"}}, status=400)
