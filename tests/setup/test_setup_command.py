@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
@@ -11,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import termios
 import time
 import tomllib
 from pathlib import Path
@@ -45,6 +47,12 @@ def no_systemd(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
+def _take_terminal() -> None:
+    """As a shell does before a program begins: standard input controls it, and Ctrl-C interrupts it, whatever this process ignores."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A program on a pseudo-terminal."""
 
@@ -52,7 +60,7 @@ class Terminal:
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=REPOSITORY,
                                         env=child_environment({"TERM": "xterm"}), start_new_session=True,
-                                        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0))
+                                        preexec_fn=_take_terminal)
         os.close(slave)
         self.text = ""
 
