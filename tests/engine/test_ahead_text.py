@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
@@ -80,23 +80,46 @@ class Only:
         return self._mask
 
 
+def write_at(backend, token: int, places: Collection[tuple[int, int]]) -> None:
+    """Whatever the weights say, `token` is what is drawn at these (seed, position)."""
+    inner = backend.sample
+
+    def sample(logits, rows):
+        for row, place in enumerate(zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)):
+            if place in places:
+                logits.array[row, token] = 1e6
+        inner(logits, rows)
+
+    backend.sample = sample
+
+
 def test_the_form_of_an_answer_is_kept_behind_reasoning_that_ends_by_itself(tokenizer):
+    """Reasoning ends at three tokens, each of which has a pass behind it: those whose answers have begun have ended by then."""
     template, letters = open_text(Config())[1], set(tokenizer.encode("a b c d e"))
-    loaded, found = open_model(EngineConfig(demo_model(), "numpy", context=512, slots=3, draft="off"), lambda share: None), []
+    closer, = tokenizer.encode("</think>", control=True)
+    found = []
     for is_ahead in (False, True):
-        desk, answers, num_behind = Desk(loaded), [], 0
+        loaded = open_model(EngineConfig(demo_model(), "numpy", context=512, slots=3, draft="off"), lambda share: None)
+        desk, answers, places, num_behind, redrawn = Desk(loaded), [], set(), 0, []
         desk.model.backend.is_ahead = is_ahead
         for index, words in enumerate(WORDS):
             prompt = template.render(ChatRequest(messages=(Message("user", (TextPart(words),)),)), True)
             guide = make_guide(tokenizer, channel=prompt.channel, grammar=Only(letters, loaded.vocab_size))
-            params = SamplingParams(max_tokens=40, temperature=0.7, seed=index)
+            params = SamplingParams(max_tokens=10 * (index + 1), temperature=HOT, seed=index)
+            places.add((index, len(prompt.tokens) + 10 * index + 5))
             answers.append(desk.submit(Request(f"r{index}", tuple(prompt.tokens), params, guide, eos_ids=tuple(tokenizer.eos_ids))))
+        write_at(desk.model.backend, closer, places)
+        constrain = desk.stepper._scheduler.constrain
+        desk.stepper._scheduler.constrain = lambda work: redrawn.append(constrain(work)) or redrawn[-1]
         while desk.stepper.has_work:
             desk.stepper.step()
             num_behind += desk.stepper._behind is not None
         found.append([(answer.tokens, answer.finish, any(answer.forced)) for answer in answers])
-    assert found[0] == found[1] and num_behind > 2
-    assert all(finish is FinishReason.LENGTH for _, finish, _ in found[1]) and not all(is_forced for *_, is_forced in found[1])
+    assert found[0] == found[1]
+    for index, (tokens, finish, is_forced) in enumerate(found[1]):
+        assert tokens.index(closer) == 10 * index + 5 and set(tokens[10 * index + 6:]) <= letters
+        assert len(tokens) == 10 * (index + 1) and finish is FinishReason.LENGTH and not is_forced
+    assert num_behind > 10 and redrawn.count(True) == 3, 'a pass behind each end of reasoning, drawn again with the form'
 
 
 @pytest.mark.parametrize("streams", [3, 10, 13])
