@@ -33,7 +33,7 @@ class SlotExport:
             self._copied = self._owner.copy(self._place)
 
     def data(self) -> np.ndarray:
-        """uint8 [slot_bytes]; waits."""
+        """uint8 [slot_bytes]; waits. Raises MemoryError if the system gave no memory for it."""
         self.leave()
         assert self._copied is not None
         return self._copied.result()
@@ -46,6 +46,7 @@ class SlotExports:
         self.device = device
         self._free = [device.pinned(slot_bytes) for _ in range(PLACES)]
         self._thread = ThreadPoolExecutor(1, "q27app-slots")
+        self._thread.submit(int)   # it is there from now on, so that no state's copy can fail for want of a thread
 
     def begin(self, address: int) -> SlotExport | None:
         """None while as many as possible are on their way."""
@@ -59,9 +60,10 @@ class SlotExports:
         return self._thread.submit(self._copy, place)
 
     def _copy(self, place: np.ndarray) -> np.ndarray:
-        data = place.copy()
-        self._free.append(place)
-        return data
+        try:
+            return place.copy()
+        finally:
+            self._free.append(place)
 
     def close(self) -> None:
         self._thread.shutdown()

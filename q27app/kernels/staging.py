@@ -87,7 +87,12 @@ class Copier:
             return
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "q27app-staging")
         edges = [len(piece) * index // count for index in range(count + 1)]
-        list(self._pool.map(lambda start, stop: np.copyto(place[start:stop], piece[start:stop]), edges, edges[1:]))
+        try:
+            list(self._pool.map(lambda start, stop: np.copyto(place[start:stop], piece[start:stop]), edges, edges[1:]))
+        except RuntimeError:   # the system gives no thread
+            self._pool.shutdown(cancel_futures=True)   # nobody may write there later
+            self._pool, self._threads = None, 1
+            place[:] = piece
 
     def close(self) -> None:
         if self._pool is not None:

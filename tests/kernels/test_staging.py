@@ -1,11 +1,17 @@
-"""Copies through two halves of page-locked memory, on a device that copies when it is waited for and not before."""
+"""Copies through two halves of page-locked memory, on a device that copies when it is waited for and not before; where memory or threads
+end, what is copied is still whole, or nobody has it."""
 
 from __future__ import annotations
+
+import itertools
+import threading
 
 import numpy as np
 import pytest
 
+from q27app.kernels.slot_exports import SlotExports
 from q27app.kernels.staging import SHARE, Copier, Staging
+from tests.kernels.immediate_device import ImmediateDevice
 
 
 class Late:
@@ -70,3 +76,52 @@ def test_several_threads_copy_every_byte_once(threads, size):
         copier.copy(place[:size], data)
         assert np.array_equal(place[:size], data) and not place[size:].any()
         copier.close()   # may be used again
+
+
+def refuse_threads(monkeypatch, after: int) -> None:
+    """The system gives so many threads more, then none."""
+    start, given = threading.Thread.start, itertools.count()
+
+    def refuses(thread):
+        if next(given) >= after:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_where_the_system_gives_no_thread_one_copies_all_and_nobody_writes_later(monkeypatch, after):
+    copier, data = Copier(4), np.random.default_rng(1).integers(0, 256, 5 * SHARE, dtype=np.uint8)
+    place = np.zeros(5 * SHARE, np.uint8)
+    refuse_threads(monkeypatch, after)
+    copier.copy(place, data)
+    assert np.array_equal(place, data)
+    monkeypatch.undo()
+    place[:] = 0
+    copier.copy(place, data[::-1].copy())
+    assert np.array_equal(place, data[::-1])
+    copier.close()
+
+
+def test_a_slot_that_no_memory_is_given_for_gives_its_place_back(monkeypatch):
+    """Places are page-locked memory; there are few."""
+    device = ImmediateDevice()
+    device.download = lambda address, nbytes: np.full(nbytes, address, np.uint8)
+    exports = SlotExports(device, 8)
+    refuse_threads(monkeypatch, 0)
+    taken = [exports.begin(address) for address in (1, 2)]
+    assert exports.begin(3) is None
+
+    class Place(np.ndarray):
+        def copy(self):
+            raise MemoryError("Unable to allocate 150 MiB")
+
+    taken[0]._place = taken[0]._place.view(Place)
+    with pytest.raises(MemoryError):
+        taken[0].data()
+    assert taken[1].data().tolist() == [2] * 8
+    again = exports.begin(4)
+    again._place = np.asarray(again._place)
+    assert again.data().tolist() == [4] * 8 and exports.begin(5) is not None
+    exports.close()
