@@ -96,6 +96,12 @@ class OutOfMemory(Q27Error):
     exit_code = EXIT_MEMORY
 
 
+def no_host_memory(what: str, error: MemoryError) -> OutOfMemory:
+    """The system gave no memory for something that one request needs; what: names it, with its size."""
+    found = f": {error}" if str(error) else ""
+    return OutOfMemory(f"host memory does not hold {what}{found}.", "Ask for less, or close other programs and try again.")
+
+
 class AddressInUse(Q27Error):
     """The listening address cannot be bound."""
 

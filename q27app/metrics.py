@@ -137,6 +137,7 @@ class _EngineCollector:
         yield _labelled("q27app_prefix_misses", "Prompts of which too little was kept.", "reason", cache.get("misses"))
         yield _gauge("q27app_prefix_snapshots", "States that are kept.", cache.get("snapshots"))
         yield CounterMetricFamily("q27app_prefix_evictions", "States that were given up.", value=float(cache.get("evicted") or 0))
+        yield CounterMetricFamily("q27app_prefix_lost", "States that the system gave no host memory for.", value=float(cache.get("lost") or 0))
         yield from _tiers({name: cache.get(name) or {} for name in TIERS})
         yield from _drafts((status.get("drafts") or {}).get("sources") or {})
         info = {

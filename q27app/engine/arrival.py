@@ -94,7 +94,12 @@ class Arrival:
     def become_snapshot(self) -> bool:
         """All of it is right and copied. Whether there was room for it."""
         tokens, slot = self.reading.entry.tokens, self._slot
-        data = self.reading.slot().copy() if slot is None else None   # a part would hold the whole
+        try:
+            data = self.reading.slot().copy() if slot is None else None   # a part would hold the whole
+        except MemoryError:
+            self._store.lose(len(tokens), "in host memory")
+            self.give_back()
+            return False
         log.info("a state of %d tokens came from disk: read and checked in %.0f ms, here after %.0f", len(tokens),
                  1e3 * self.reading.seconds, 1e3 * (time.perf_counter() - self._began))
         return self._store.adopt(tokens, self.blocks, "disk", data, slot) is not None
@@ -139,7 +144,7 @@ class Arrivals:
                 return False
             self._for = request
             return True
-        return self._now.step(wait_s) or not self._finish()
+        return self._step(wait_s) or self._now is not None and not self._finish()
 
     def _best(self, prompt: np.ndarray) -> DiskEntry | None:
         """The longest entry beyond the longest state that is kept. A fingerprint stands for the sizes of an entry, but only a file's
@@ -166,6 +171,19 @@ class Arrivals:
         """Nothing needs to go for it."""
         return self._blocks.num_free >= arrival.num_missing
 
+    def _step(self, wait_s: float) -> bool:
+        """Whether more is to come. Where there is no memory to copy it, it is given up."""
+        arrival = self._now
+        assert arrival is not None
+        try:
+            return arrival.step(wait_s)
+        except MemoryError:
+            self._now = None
+            self._store.lose(arrival.reading.entry.num_tokens, "on the device")
+            arrival.reading.stop()
+            arrival.give_back()
+            return False
+
     def _finish(self) -> bool:
         """No more is to come. False: it was damaged, another one may be there."""
         arrival, self._now = self._now, None
@@ -188,7 +206,7 @@ class Arrivals:
         if self._now is not None and not (self._now.has_room or self._has_free_blocks(self._now)):
             self.stop()   # kept states go for somebody who waits, and for nobody else
         if self._now is not None:
-            if not self._now.step(SPARE_WAIT_S):
+            if not self._step(SPARE_WAIT_S) and self._now is not None:
                 self._finish()
             return
         reading = self._disk.take_early()

@@ -103,7 +103,12 @@ class DiskCache:
             return
         if self._rejected.get(name) == written:
             return
-        entry = read_head(path, self._fingerprint)
+        try:
+            entry = read_head(path, self._fingerprint)
+        except MemoryError:
+            self.num_failed += 1
+            log.warning("host memory has ended: the disk cache's entry %s is not looked for until its folder changes", name)
+            return
         if entry is None:
             self._rejected[name] = written
         else:

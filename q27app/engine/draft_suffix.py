@@ -11,12 +11,16 @@ Memory: about 24 bytes a prompt token, a few hundred a generated one.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from q27app.engine.sequence import Sequence
+
+log = logging.getLogger("q27app.engine")
 
 GRAM = 4
 MAX_CANDIDATES = 32
@@ -183,11 +187,27 @@ def may_match(sequence: Sequence, min_match: int) -> bool:
     return index is None or index.match_length > 0 or len(sequence.tokens) - len(index) + GRAM > min_match
 
 
-def index_of(sequence: Sequence) -> SuffixIndex:
+class NoIndex:
+    """Stands in for the index of a text that there was no memory to index: nothing repeats."""
+
+    match_length = 0
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def propose(self, limit: int, min_match: int = MIN_MATCH, after: Seq[int] = ()) -> list[int]:
+        return []
+
+
+def index_of(sequence: Sequence) -> SuffixIndex | NoIndex:
     """The sequence's index, brought up to its last token."""
     index = sequence.suffix_index
-    if index is None:
-        index = sequence.suffix_index = SuffixIndex(sequence.tokens)
-    elif len(index) < len(sequence.tokens):
-        index.extend(sequence.tokens[len(index):])
+    try:
+        if index is None:
+            index = sequence.suffix_index = SuffixIndex(sequence.tokens)
+        elif len(index) < len(sequence.tokens):
+            index.extend(sequence.tokens[len(index):])
+    except MemoryError:
+        log.warning("host memory has ended: repeats in the text of request %s are not looked for", sequence.request.id)
+        index = sequence.suffix_index = NoIndex()
     return index

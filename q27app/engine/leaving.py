@@ -1,6 +1,6 @@
 """How states leave the device with their blocks, and come back: what lies between the snapshots there and the host's entries.
 
-    leave        blocks are needed now: what the host has not yet of a state is copied, then it goes
+    leave        blocks are needed now: what the host has not yet of a state is copied, as far as the system gives memory, then it goes
     step         nobody waits and blocks run short: what will go next is copied ahead, a piece a step, into room made for it
     bring_back   the longest entry that a prompt begins with gets blocks again
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from q27app.engine.host_cache import HostCache
+from q27app.engine.host_cache import HostCache, HostEntry
 from q27app.engine.snapshots import Snapshot, SnapshotStore
 from q27app.kernels.backend import State
 from q27app.kernels.batch import BLOCK_POSITIONS
@@ -45,8 +45,11 @@ class Leaving:
 
     def leave(self, snapshot: Snapshot) -> None:
         copy, self._copy = self._copy, None
-        if self._wants(snapshot):
-            self._keep(snapshot, copy.pieces if copy is not None and copy.snapshot is snapshot else {})
+        if self._wants(snapshot) and self._store.is_there(snapshot):
+            try:
+                self._keep(snapshot, copy.pieces if copy is not None and copy.snapshot is snapshot else {})
+            except MemoryError:
+                self._store.lose(snapshot.num_tokens, "with its keys and values in host memory")
 
     def _wants(self, snapshot: Snapshot) -> bool:
         num_bytes = self._state.slot_bytes + len(snapshot.blocks) * self._state.block_bytes
@@ -74,10 +77,17 @@ class Leaving:
         return None if common is None else Copy(snapshot, {self.host.piece * index: piece for index, piece in enumerate(common)})
 
     def step(self) -> None:
-        """Copy a piece more."""
+        """Copy a piece more. Where there is no memory for it, there may be some when the state goes."""
         copy = self._copy
         if copy is None:
             return
+        try:
+            self._step(copy)
+        except MemoryError:
+            self._copy = None
+            self._tried.add(copy.snapshot)
+
+    def _step(self, copy: Copy) -> None:
         snapshot, start = copy.snapshot, copy.next
         if self._store.at(snapshot.tokens) is not snapshot:
             self._copy = None
@@ -96,9 +106,18 @@ class Leaving:
         blocks = None if entry is None else self._store.room_for(entry.num_tokens, found)
         if entry is None or blocks is None:
             return
+        try:
+            self._import(entry, blocks, num_shared)
+        except MemoryError:
+            self._store.release(blocks)
+            self._store.lose(entry.num_tokens, "on the device")
+            return
+        if self._store.adopt(entry.tokens, blocks, "host", entry.slot) is not None:
+            self.host.num_used += 1
+
+    def _import(self, entry: HostEntry, blocks: np.ndarray, num_shared: int) -> None:
+        """Copy the pieces of an entry to its blocks, but for the first num_shared."""
         size = self.host.piece
         for start in range(num_shared // size * size, entry.num_tokens // BLOCK_POSITIONS, size):
             piece, skipped = entry.pieces[start // size], max(0, num_shared - start)
             self._state.import_blocks(blocks[start + skipped:start + len(piece)].tolist(), piece[skipped:])
-        if self._store.adopt(entry.tokens, blocks, "host", entry.slot) is not None:
-            self.host.num_used += 1

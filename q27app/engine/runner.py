@@ -18,7 +18,7 @@ from q27app.engine.request import TokenLogprobs
 from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.sequence import Sequence
 from q27app.engine.work import Drawn, Part, Work
-from q27app.errors import Q27Error
+from q27app.errors import Q27Error, no_host_memory
 from q27app.kernels.backend import Backend, Buffer, State
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Keep, Sampled
 
@@ -116,8 +116,14 @@ class Runner:
         ends = accumulate(len(place) for place in places)
         drawn = [_drawn(part, result, index, end) for index, (part, end) in enumerate(zip(work.parts, ends, strict=True))]
         if work.phase == "prefill" and work.parts[0].sequence.request.prompt_logits:
-            drawn = [Drawn(drawn[0].tokens, drawn[0].logprobs, backend.download(running.logits))]
+            drawn = [Drawn(drawn[0].tokens, drawn[0].logprobs, self._whole(running.logits))]
         return drawn
+
+    def _whole(self, logits: Buffer) -> np.ndarray:
+        try:
+            return self.model.backend.download(logits)
+        except MemoryError as error:
+            raise no_host_memory(f"the logits of {logits.shape[0]} prompt tokens", error) from error
 
     def commit(self, num_rows: list[int]) -> None:
         """Fold the first num_rows[i] rows of each part of the deferred pass into its slot."""

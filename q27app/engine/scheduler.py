@@ -29,7 +29,7 @@ from q27app.engine.request import FinishReason, TokenEvent, TokenLogprobs, is_op
 from q27app.engine.sequence import Sequence, Status
 from q27app.engine.slot_pool import SlotPool
 from q27app.engine.work import Drawn, Part, Work
-from q27app.errors import OutOfMemory, Q27Error
+from q27app.errors import OutOfMemory, Q27Error, no_host_memory
 from q27app.kernels.batch import BLOCK_POSITIONS, MAX_DECODE_ROWS
 
 READ_WAIT_S = 0.02
@@ -269,7 +269,7 @@ class Scheduler:
         is_done = sequence.num_computed == sequence.num_prompt
         if result.logits is not None:
             if sequence.prompt_logits is None:
-                sequence.prompt_logits = np.empty((sequence.num_prompt, self.vocab_size), np.float32)
+                sequence.prompt_logits = _logits_array(sequence.num_prompt, self.vocab_size)
             sequence.prompt_logits[part.start:sequence.num_computed] = result.logits
         if self.prefix_cache is not None and sequence.request.cache:
             self.prefix_cache.computed(sequence)
@@ -352,3 +352,11 @@ class Scheduler:
         self.blocks.check([*(sequence.blocks for sequence in holders), *(cache.owned_blocks() if cache else ())])
         assert all(sequence.num_pending > 0 and sequence.status is Status.RUNNING for sequence in self.running)
         assert all(sequence in self.running for sequence in self._round)
+
+
+def _logits_array(num_rows: int, vocab_size: int) -> np.ndarray:
+    """float32 [num_rows, vocab_size], to be filled. Raises OutOfMemory."""
+    try:
+        return np.empty((num_rows, vocab_size), np.float32)
+    except MemoryError as error:
+        raise no_host_memory(f"the logits of {num_rows} prompt tokens, {4e-9 * num_rows * vocab_size:.2f} GB", error) from error

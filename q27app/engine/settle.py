@@ -7,6 +7,7 @@ after at most one pass, leaving what it has computed. Owned by the engine thread
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 
@@ -48,10 +49,10 @@ class Settler:
         cache = self._scheduler.prefix_cache
         while self._tasks and not self.is_running and cache is not None:
             request = self._tasks.popleft()
-            if cache.settles(request.prompt):
-                continue
-            self._sequence = Sequence(request, lambda event: None, 0)
-            self._scheduler.add(self._sequence)
+            with contextlib.suppress(MemoryError):   # nobody has asked for it
+                if not cache.settles(request.prompt):
+                    self._sequence = Sequence(request, lambda event: None, 0)
+                    self._scheduler.add(self._sequence)
 
     def preempt(self) -> None:
         """A request has come: stop, and go on later with what is left then."""

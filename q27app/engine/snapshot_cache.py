@@ -16,6 +16,7 @@ called from any.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence as Seq
@@ -35,6 +36,8 @@ from q27app.engine.sequence import Sequence, Status
 from q27app.engine.snapshots import Snapshot, SnapshotStore, common_length
 from q27app.kernels.backend import State
 from q27app.kernels.batch import BLOCK_POSITIONS
+
+log = logging.getLogger("q27app.engine")
 
 RING_STEP = 4096
 MAX_RECENT = 32
@@ -85,6 +88,8 @@ class SnapshotCache:
 
     def match(self, request: Request) -> Match | None:
         prompt = self._prompt_of(request)
+        if prompt is None:
+            return None
         found = self.store.deepest(prompt, len(prompt))
         self._asked = (request, prompt, self._explained(request, prompt, found))
         if found is None:
@@ -98,6 +103,8 @@ class SnapshotCache:
         if self._prepared is request:
             return False
         prompt, arrivals = self._prompt_of(request), self._arrivals
+        if prompt is None:
+            return False
         if arrivals is not None:
             arrivals.turn_to(request, prompt)
         if self.store.leaving is not None and not (arrivals is not None and arrivals.is_for(request)):
@@ -107,11 +114,12 @@ class SnapshotCache:
         self._prepared = request
         return False
 
-    def _prompt_of(self, request: Request) -> np.ndarray:
-        """int32 [n]; a request that waits is asked for again before each pass."""
+    def _prompt_of(self, request: Request) -> np.ndarray | None:
+        """int32 [n]; a request that waits is asked for again before each pass. None: there is no memory for it, and all of it is
+        computed."""
         if self._asked is not None and self._asked[0] is request:
             return self._asked[1]
-        return np.array(request.prompt, np.int32)
+        return _array_of(request.prompt)
 
     def stops(self, request: Request) -> Seq[int]:
         if not request.cache:
@@ -119,9 +127,12 @@ class SnapshotCache:
         if self._asked is not None and self._asked[0] is request:
             self._count(request, self._asked[2])
         prompt = self._prompt_of(request)
-        wanted = [mark for mark in self._marks(request) if self.store.at(prompt[:mark]) is None]
         self._asked = self._prepared = None
-        return wanted
+        if prompt is None:
+            self._misses["memory"] += 1
+            log.warning("host memory has ended: what is kept of the prompt of request %s is not looked for", request.id)
+            return ()
+        return [mark for mark in self._marks(request) if self.store.at(prompt[:mark]) is None]
 
     def _count(self, request: Request, reuse: Reuse) -> None:
         if request.is_background:
@@ -177,13 +188,17 @@ class SnapshotCache:
         if sequence.status is Status.PREFILLING and reason is FinishReason.CANCELLED:
             self._keep(sequence, "partial", sequence.num_computed)
         if not request.is_background and sequence.num_computed >= sequence.num_prompt:
-            self._recent.append((np.array(sequence.tokens, np.int32), request.system_len))
+            text = _array_of(sequence.tokens)
+            if text is not None:   # it only serves to tell reasons
+                self._recent.append((text, request.system_len))
 
     def _keep(self, sequence: Sequence, kind: str, length: int, lent: int | None = None) -> None:
         """The state after `length` tokens, which is the sequence's own or lies in a lent slot."""
         is_usable = not length % BLOCK_POSITIONS and 0 < length <= sequence.num_prompt and length > sequence.num_cached
-        tokens = np.array(sequence.tokens[:length], np.int32)
-        if not is_usable or self.store.at(tokens) is not None:
+        tokens = _array_of(sequence.tokens[:length]) if is_usable else None
+        if is_usable and tokens is None:
+            self.store.lose(length, "on the device")
+        if tokens is None or self.store.at(tokens) is not None:
             if lent is not None:
                 self.store.give_back(lent)
             return
@@ -262,19 +277,26 @@ class SnapshotCache:
     def _disk_step(self) -> None:
         if self._disk is None or not self._has_disk_work:
             return
-        if self._export is None:
-            self._export = self._begin_export(self._to_disk.popleft())
-            return
-        export, snapshot = self._export, self._export.snapshot
+        export, self._export = self._export, None
+        snapshot = self._to_disk.popleft() if export is None else export.snapshot
+        try:
+            self._export = self._begin_export(snapshot) if export is None else self._continued(export, self._disk)
+        except MemoryError:
+            self.store.lose(snapshot.num_tokens, "on disk")
+
+    def _continued(self, export: Export, disk: DiskCache) -> Export | None:
+        """With some blocks more; None when it is over. Raises MemoryError."""
+        snapshot = export.snapshot
         if self.store.at(snapshot.tokens) is not snapshot:
-            self._export = None
-            return
+            return None
         stop = min(export.done + EXPORTED_BLOCKS, len(snapshot.blocks))
         export.blocks[export.done:stop] = self._state.export_blocks(snapshot.blocks[export.done:stop].tolist())
         export.done = stop
-        if stop == len(snapshot.blocks):
-            self._disk.write(snapshot.tokens, export.kind, self.store.export(snapshot), export.blocks)
-            self._export = None
+        if stop < len(snapshot.blocks):
+            return export
+        if self.store.is_there(snapshot):
+            disk.write(snapshot.tokens, export.kind, self.store.export(snapshot), export.blocks)
+        return None
 
     def _begin_export(self, snapshot: Snapshot) -> Export | None:
         kind = "system" if snapshot.kind == "system" else "turn"
@@ -303,8 +325,16 @@ class SnapshotCache:
     def to_dict(self) -> dict[str, Any]:
         """For /status."""
         values: dict[str, Any] = {
-            "snapshots": self.store.count, "evicted": self.store.num_evicted, "hits": dict(self._hits),
+            "snapshots": self.store.count, "evicted": self.store.num_evicted, "lost": self.store.num_lost, "hits": dict(self._hits),
             "misses": dict(self._misses), "reused_tokens": self._num_reused, "settled_chunks": self._num_settled,
         }
         tiers = {"disk": self._disk, "host": None if self.store.leaving is None else self.store.leaving.host}
         return values | {name: tier.to_dict() for name, tier in tiers.items() if tier is not None}
+
+
+def _array_of(tokens: Seq[int]) -> np.ndarray | None:
+    """int32 [n]; None if there is no memory for it."""
+    try:
+        return np.array(tokens, np.int32)
+    except MemoryError:
+        return None

@@ -2,11 +2,13 @@
 
 A snapshot holds its KV blocks by reference, one owner among others, and a copy of the recurrent slot: in one of the
 store's own device slots while there are any, else in host memory. When either is full the least recently used one moves
-down or goes. Device slots are freed ahead of need, beside the passes. Owned by the engine thread.
+down or goes. Device slots are freed ahead of need, beside the passes. A state for which the system gives no host memory is not
+kept, and nothing else changes by that. Owned by the engine thread.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +19,8 @@ from q27app.engine.block_pool import BlockPool
 from q27app.engine.host_cache import begins_with
 from q27app.kernels.backend import SlotExport, State
 from q27app.kernels.batch import BLOCK_POSITIONS
+
+log = logging.getLogger("q27app.engine")
 
 MAX_SNAPSHOTS = 4096
 SPARE_SLOTS = 2
@@ -71,7 +75,7 @@ class SnapshotStore:
         self._clock = 0
         self._by_length: dict[int, list[Snapshot]] = {}
         self.count = 0
-        self.num_evicted = 0
+        self.num_evicted = self.num_lost = 0
 
     def __iter__(self) -> Iterator[Snapshot]:
         return (snapshot for group in self._by_length.values() for snapshot in group)
@@ -82,12 +86,15 @@ class SnapshotStore:
         return sum(snapshot.slot < 0 for snapshot in self)
 
     def deepest(self, tokens: np.ndarray, below: int) -> Snapshot | None:
-        """The longest snapshot of fewer than `below` tokens that `tokens` begins with, every token compared."""
+        """The longest snapshot of fewer than `below` tokens that `tokens` begins with, every token compared. One that was lost on its
+        way to the host is dropped."""
         for length in sorted((length for length in self._by_length if length < below and length <= len(tokens)), reverse=True):
-            for snapshot in self._by_length[length]:
+            for snapshot in list(self._by_length[length]):
                 if (np.array_equal(snapshot.tokens[-BLOCK_POSITIONS:], tokens[length - BLOCK_POSITIONS:length])
                         and np.array_equal(snapshot.tokens, tokens[:length])):
-                    return snapshot
+                    if self.is_there(snapshot):
+                        return snapshot
+                    self.drop(snapshot)
         return None
 
     def at(self, tokens: np.ndarray) -> Snapshot | None:
@@ -109,7 +116,11 @@ class SnapshotStore:
             kept.slot = self._free_slots.pop()
             self._state.copy_slot(slot, kept.slot)
         else:
-            kept.data = self._state.export_slot(slot)
+            try:
+                kept.data = self._state.export_slot(slot)
+            except MemoryError:
+                self.lose(kept.num_tokens, "in host memory")
+                return None
         self._blocks.share(kept.blocks)
         self._spare()
         return self._keep(kept)
@@ -171,12 +182,29 @@ class SnapshotStore:
                 self._free_slots.append(snapshot.slot)
                 snapshot.slot = -1
 
+    def is_there(self, snapshot: Snapshot) -> bool:
+        """Whether its recurrent state can be had; one that has left the device is waited for. False: it was lost on its way."""
+        export = snapshot.export
+        if snapshot.slot < 0 and export is not None:
+            snapshot.export = None
+            try:
+                snapshot.data = export.data()
+            except MemoryError:
+                self.lose(snapshot.num_tokens, "in host memory")
+        return snapshot.slot >= 0 or snapshot.data is not None
+
     def _data(self, snapshot: Snapshot) -> np.ndarray:
-        """The recurrent state of one that is not on the device."""
-        if snapshot.data is None:
-            assert snapshot.export is not None
-            snapshot.data, snapshot.export = snapshot.export.data(), None
+        """The recurrent state of one that is not on the device. Raises MemoryError if it was lost."""
+        if not self.is_there(snapshot):
+            raise MemoryError("the state was lost on its way to host memory")
+        assert snapshot.data is not None
         return snapshot.data
+
+    def lose(self, num_tokens: int, where: str) -> None:
+        """The system gave no host memory, and so a state is not kept somewhere: count it and tell of it."""
+        self.num_lost += 1
+        log.warning("host memory has ended: a state of %d tokens is not kept %s. Close other programs, or set cache.host_mb to less",
+                    num_tokens, where)
 
     def _demote(self) -> bool:
         """Move the device's least recently used state to the host; False if the store has no device slots."""
@@ -190,7 +218,12 @@ class SnapshotStore:
             return bool(candidates)
         self._host_room()
         oldest = min(candidates, key=lambda snapshot: snapshot.used)
-        oldest.data = self._state.export_slot(oldest.slot)
+        try:
+            oldest.data = self._state.export_slot(oldest.slot)
+        except MemoryError:
+            self.lose(oldest.num_tokens, "in host memory")
+            self.drop(oldest)
+            return True
         self._free_slots.append(oldest.slot)
         oldest.slot = -1
         return True
@@ -205,14 +238,14 @@ class SnapshotStore:
         return True
 
     def restore(self, snapshot: Snapshot, slot: int) -> None:
-        """Fill `slot` with the snapshot's recurrent state."""
+        """Fill `slot` with the recurrent state of a snapshot that is there."""
         if snapshot.slot >= 0:
             self._state.copy_slot(snapshot.slot, slot)
         else:
             self._state.import_slot(slot, self._data(snapshot))
 
     def export(self, snapshot: Snapshot) -> np.ndarray:
-        """uint8 [slot_bytes]: the recurrent state in host memory."""
+        """uint8 [slot_bytes]: the recurrent state in host memory. Raises MemoryError."""
         return self._state.export_slot(snapshot.slot) if snapshot.slot >= 0 else self._data(snapshot)
 
     def drop(self, snapshot: Snapshot) -> None:

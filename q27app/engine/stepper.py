@@ -10,6 +10,7 @@ Owned by the engine thread. What a step raises:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -76,7 +77,8 @@ class Stepper:
     def settle(self, tokens: tuple[int, ...], system_len: int) -> None:
         """The next turn of a conversation probably begins with these: compute their state when there is time."""
         if self._cache is not None:
-            self._settler.add(tokens, system_len)
+            with contextlib.suppress(MemoryError):   # a hint
+                self._settler.add(tokens, system_len)
 
     def end_spare(self) -> None:
         """Stop what runs while nobody waits."""

@@ -157,6 +157,7 @@ def test_what_is_kept_off_the_device_is_counted_by_tier():
                    'tier_states{tier="disk"} 7.0', 'tier_bytes{tier="disk"} 70.0', 'tier_hits_total{tier="disk"} 4.0'):
         assert f"q27app_prefix_{sample}" in text, sample
     assert 'q27app_prefix_tier_states{tier="host"} 0.0' in Metrics(lambda: {}).text().decode()
+    assert "q27app_prefix_lost_total 3.0" in Metrics(lambda: {"cache": {"lost": 3}}).text().decode()
 
 
 def test_drafts_are_counted_by_source_and_depth():

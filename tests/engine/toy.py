@@ -67,6 +67,7 @@ class ToyState:
     """Slots hold a hash and how many positions went into it; blocks hold an entry a position. Both begin as rubbish."""
 
     max_record_rows = 16
+    take_memory: Callable[[], None] = staticmethod(lambda: None)   # before a copy takes host memory; may raise MemoryError
 
     def __init__(self, num_slots: int, num_blocks: int) -> None:
         self.num_slots, self.num_blocks = num_slots, num_blocks
@@ -83,13 +84,13 @@ class ToyState:
     def get_slot(self, slot: int) -> tuple[int, int]:
         return self.hashes[slot], self.lengths[slot]
 
-
     slot_bytes, block_bytes = 16, 8 * BLOCK_POSITIONS
 
     def copy_slot(self, source: int, target: int) -> None:
         self.set_slot(target, self.get_slot(source))
 
     def export_slot(self, slot: int) -> np.ndarray:
+        self.take_memory()
         return np.array([self.hashes[slot], self.lengths[slot]], np.uint64).view(np.uint8)
 
     def reserve_exports(self) -> None:
@@ -109,9 +110,11 @@ class ToyState:
         self.set_slot(slot, (first, second))
 
     def export_blocks(self, blocks: Seq[int]) -> np.ndarray:
+        self.take_memory()
         return self.entries[list(blocks)].view(np.uint8)
 
     def import_blocks(self, blocks: Seq[int], data: np.ndarray) -> None:
+        self.take_memory()
         self.entries[list(blocks)] = np.ascontiguousarray(data).view(np.uint64)
 
 
@@ -339,11 +342,9 @@ class ScriptedDrafter:
     def rests(self, sequences: Seq[Sequence]) -> bool:
         return len(sequences) == 16
 
-    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        pass
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None: ...
 
-    def passed(self, rows: int, ms: float) -> None:
-        pass
+    def passed(self, rows: int, ms: float) -> None: ...
 
     def to_dict(self) -> dict:
         return {}
