@@ -184,10 +184,11 @@ def open_model(config: EngineConfig, progress: Progress) -> Loaded:
     backend = open_backend(config.backend, config.nvcc, config.gpu)
     phases.end("backend")
     try:
-        with open_container(config.model) as container:
-            shapes = {name: tuple(tensor.shape) for name, tensor in container.tensors.items()}
-            geometry = ModelConfig.from_metadata(container.metadata, shapes)
-            return _load(config, backend, container, geometry, progress, phases)
+        with open_container(config.model) as file:
+            shapes = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
+            geometry = ModelConfig.from_metadata(file.metadata, shapes)
+            with _light(config, backend.name, file, geometry) as container:
+                return _load(config, backend, container, geometry, progress, phases)
     except BaseException:
         backend.close()
         raise
@@ -211,7 +212,6 @@ def _load(
     free = backend.free_bytes()
     chunk = config.prefill_chunk or auto_chunk(backend.name, free)
     max_rows = max(chunk, MAX_DECODE_ROWS)
-    container = _light(config, backend.name, container, geometry)
     movable = 0 if backend.name == "numpy" or geometry.tied else container.tensors["token_embd.weight"].nbytes
     before, in_host = place_embedding(lambda weights: _plan(config, backend, geometry, free, weights, max_rows),
                                       weight_bytes(backend, geometry, container, False, config.fast_head), movable, config.embed,

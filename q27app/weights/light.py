@@ -61,9 +61,30 @@ class Requantised(Tensor):
         return data.nbytes + scales.nbytes
 
 
+class LightContainer(Container):
+    """A container some of whose matrices are being made in a pool. `close` ends that: parts that were not begun never are, and nobody
+    is at work any more when it returns."""
+
+    def __init__(self, of: Container, heavy: dict[str, Tensor]) -> None:
+        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "q27app-light")
+        try:
+            light = {name: Requantised(tensor, self._pool) for name, tensor in heavy.items()}
+        except BaseException:
+            self._end()
+            raise
+        super().__init__(of.path, of.metadata, of.tensors | light)
+
+    def _end(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        self._end()
+        super().close()
+
+
 def with_light_drafts(container: Container, draft_layer: int) -> Container:
     """The container with its draft layer's Q8 matrices requantised to Q4, or itself where the main layers are not Q4. That goes on
-    while others are loaded.
+    while others are loaded, and no longer than until it is closed.
 
     draft_layer: number of the draft layer's block. The other arrays are the container's own."""
     tensors = container.tensors
@@ -72,7 +93,4 @@ def with_light_drafts(container: Container, draft_layer: int) -> Container:
     block = f"blk.{draft_layer}."
     heavy = {name: tensor for name, tensor in tensors.items()
              if name.startswith(block) and tensor.dtype is Q8_G128 and not name.endswith(KEPT)}
-    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "q27app-light")
-    light = {name: Requantised(tensor, pool) for name, tensor in heavy.items()}
-    pool.shutdown(wait=False)
-    return Container(container.path, container.metadata, tensors | light) if light else container
+    return LightContainer(container, heavy) if heavy else container

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from q27app.errors import FileFormatError
+from q27app.engine import loading
+from q27app.errors import FileFormatError, OutOfMemory
 from q27app.weights import light
 from q27app.weights.codecs import encode
 from q27app.weights.container import open_container
@@ -31,6 +33,41 @@ def test_a_q4_models_draft_layer_becomes_q4(tmp_path, wiring):
             assert new.dtype is Q4_G64 and new.shape == old.shape
             np.testing.assert_array_equal(new.data, data)
             np.testing.assert_array_equal(new.scales, scales)
+
+
+def at_work() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("q27app-light")]
+
+
+@pytest.mark.parametrize("ends", ["load", "memory"])
+def test_nobody_requantises_for_a_load_that_has_failed(tmp_path, monkeypatch, ends):
+    begun, inner, empty = [], light.encode, np.empty
+
+    def slow(values, dtype, name, threads):
+        begun.append(name)
+        time.sleep(0.05)
+        return inner(values, dtype, name, threads=threads)
+
+    def refuses(*args):
+        if begun:
+            raise MemoryError("Unable to allocate 90 MiB")
+        return empty(*args)
+
+    def fails(backend, container, *rest, **options):
+        assert container.tensors["blk.4.ffn_down.weight"].dtype is Q4_G64 and at_work()
+        raise OutOfMemory("it does not fit.")
+
+    monkeypatch.setattr(light, "encode", slow)
+    monkeypatch.setattr(light, "ROWS", 8)
+    monkeypatch.setattr(light, "MAX_THREADS", 2)
+    monkeypatch.setattr(loading, "_light", lambda config, backend, container, geometry: with_light_drafts(container, geometry.num_layers))
+    monkeypatch.setattr("q27app.model.forward.load_model", fails)
+    if ends == "memory":
+        monkeypatch.setattr(light.np, "empty", refuses)
+    path = synthesize(tmp_path / "a.q27", "nano", "dense", "q4s")
+    with pytest.raises(OutOfMemory if ends == "load" else MemoryError):
+        loading.open_model(loading.EngineConfig(path, "numpy"), lambda share: None)
+    assert not at_work() and 0 < len(begun) < 20, "what had been begun was waited for"
 
 
 def test_other_models_stay_as_they_are(tmp_path):
