@@ -6,6 +6,8 @@ import asyncio
 import importlib.util
 import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,12 +55,18 @@ class Running:
         async with self.session.get(self.url + path, **kwargs) as response:
             return response.status, await response.json()
 
-    async def stream(self, path: str, body: Any) -> str:
-        """The whole text of an event stream."""
+    async def stream(self, path: str, body: Any, when: dict[str, threading.Event] | None = None) -> str:
+        """The whole text of an event stream. when: words -> what is set as soon as the stream holds them."""
         async with self.session.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"].startswith("text/event-stream")
-            return await response.text()
+            text = b""
+            async for piece in response.content.iter_any():
+                text += piece
+                for words, event in (when or {}).items():
+                    if words.encode() in text:
+                        event.set()
+            return text.decode()
 
     def shrink_buffers(self) -> None:
         """Connections accepted from now on hold only little that their reader has not taken."""
@@ -66,7 +74,8 @@ class Running:
 
     async def quiet(self) -> None:
         """Wait until no request is in flight and the engine is idle."""
-        for _ in range(1000):
+        limit = time.monotonic() + 60
+        while time.monotonic() < limit:
             if not self.daemon.active and self.engine.is_idle:
                 return
             await asyncio.sleep(0.005)

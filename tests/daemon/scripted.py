@@ -14,8 +14,8 @@ from q27app.engine.loading import EngineConfig
 from q27app.engine.request import FinishReason, Request, RequestStats, TokenEvent, TokenLogprobs
 from q27app.errors import BadRequest, EngineDied, Overloaded, Q27Error
 
-Step = str | float | BaseException
-"""A text to say, seconds to wait, or an error to die of."""
+Step = str | float | threading.Event | BaseException
+"""A text to say, seconds or an event to wait for, or an error to die of."""
 
 
 @dataclass
@@ -35,7 +35,8 @@ class ScriptedStatus:
 
 
 class ScriptedEngine:
-    """script: steps, or a function from the request to steps. prefill_s: length of a prefill. slots: running at once.
+    """script: steps, or a function from the request to steps. prefill_s: length of a prefill, or what ends it. slots: so many run
+    at once.
 
     Owner of the counters: tests read them once things are quiet.
     """
@@ -44,7 +45,7 @@ class ScriptedEngine:
         self,
         tokenizer: Any,
         script: Sequence[Step] | Callable[[Request], Sequence[Step]] = ("Hello", "!"),
-        prefill_s: float = 0.0,
+        prefill_s: float | threading.Event = 0.0,
         slots: int = 1,
         max_context: int | None = 65_536,
         max_queue: int = 64,
@@ -169,7 +170,7 @@ class ScriptedEngine:
         if cancelled.is_set():
             return self._end(request, FinishReason.CANCELLED, num_cached, 0)
         deliver(TokenEvent(request.id, prefilled=num_cached))
-        if cancelled.wait(self.prefill_s):
+        if _is_cut_short(self.prefill_s, cancelled):
             return self._end(request, FinishReason.CANCELLED, num_cached, 0)
         deliver(TokenEvent(request.id, prefilled=len(request.prompt)))
         return self._decode(request, deliver, cancelled, num_cached)
@@ -179,7 +180,7 @@ class ScriptedEngine:
     ) -> TokenEvent:
         count = 0
         for step in self.script(request) if callable(self.script) else self.script:
-            if isinstance(step, float) and cancelled.wait(step) or cancelled.is_set():
+            if isinstance(step, (float, threading.Event)) and _is_cut_short(step, cancelled) or cancelled.is_set():
                 return self._end(request, FinishReason.CANCELLED, num_cached, count)
             if isinstance(step, BaseException):
                 error = step if isinstance(step, Q27Error) else EngineDied(str(step))
@@ -317,6 +318,16 @@ class TickingEngine(ScriptedEngine):
         with self._lock:
             del self._live[request.id]
         deliver(self._end(request, reason, 0, count))
+
+
+def _is_cut_short(pause: float | threading.Event, cancelled: threading.Event) -> bool:
+    """Wait so long, or for that; True as soon as the request is cancelled."""
+    if isinstance(pause, float):
+        return cancelled.wait(pause)
+    while not pause.is_set():
+        if cancelled.wait(0.002):
+            return True
+    return False
 
 
 def _shared(old: Sequence[int], new: Sequence[int]) -> int:

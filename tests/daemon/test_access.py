@@ -109,7 +109,7 @@ async def test_no_prompt_or_answer_is_logged(start, caplog):
 
 def raw_request(port: int, headers: dict[str, str], method: str = "GET", path: str = "/") -> int:
     """The status of a request with exactly these headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in headers.items():
         connection.putheader(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,14 +79,14 @@ async def test_health_says_why_the_weights_cannot_be_compared(start):
 
 
 async def test_status_lists_requests_in_flight_without_their_text(start):
-    running = await start(["a", 5.0, "b"])
+    running = await start(["a", 600.0, "b"])
     task = asyncio.create_task(
         running.post("/v1/messages", {"messages": [{"role": "user", "content": "persimmon"}], "max_tokens": 5})
     )
-    while running.engine.said == 0:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.02)
-    _, status = await running.get("/status")
+    num_generated = 0
+    while not num_generated:   # what the engine has said is on its way for a moment
+        _, status = await running.get("/status")
+        num_generated = sum(request["num_generated"] for request in status["requests"])
     (request,) = status["requests"]
     assert request["api"] == "messages" and request["phase"] == "decode" and request["num_generated"] == 1
     assert status["engine"]["state"] == "ready" and status["model"] == "tiny-1"
@@ -292,9 +293,13 @@ async def test_a_listener_that_lags_loses_the_oldest_events_and_is_told():
 
 
 async def test_the_client_streams_an_answer(start):
-    running = await start(["Hel", 0.25, "lo"])
+    go_on, pieces = threading.Event(), []
+    running = await start(["Hel", go_on, "lo"])
     async with Client(running.url) as client:
-        pieces = [piece async for piece in client.chat(MESSAGES, max_tokens=50)]
+        async for piece in client.chat(MESSAGES, max_tokens=50):
+            pieces.append(piece)
+            if piece.kind == "ping":
+                go_on.set()
         assert "".join(piece.text for piece in pieces if piece.kind == "text") == "Hello"
         assert any(piece.kind == "ping" for piece in pieces)
         assert pieces[-1].finish == "stop" and pieces[-1].usage["completion_tokens"] == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -43,8 +44,9 @@ async def test_a_reply_without_stream_has_the_messages_shape(start):
 
 
 async def test_a_stream_has_the_events_in_order(start):
-    running = await start(["Hel", 0.3, "lo"])
-    events = events_of(await running.stream("/v1/messages", BODY))
+    go_on = threading.Event()
+    running = await start(["Hel", 0.3, go_on, "lo"])   # pings are no events of the answer
+    events = events_of(await running.stream("/v1/messages", BODY, {"Hel": go_on}))
     names = [name for name, _ in events]
     assert names == [
         "message_start",

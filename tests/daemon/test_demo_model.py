@@ -22,7 +22,7 @@ async def test_a_tool_call_and_its_result_go_round(config, dialect):
     config = replace(config, model=model)
     engine, tokenizer, template = open_parts(config)
     async with hosting(engine, tokenizer, template, config) as (url, _):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while engine.status().state != "ready":
                 await asyncio.sleep(0.02)
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:

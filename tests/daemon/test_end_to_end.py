@@ -32,7 +32,7 @@ async def serving(nano, config):
     announced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(run(engine, tokenizer, template, config, announced.set_result))
     await asyncio.wait([announced, task], return_when=asyncio.FIRST_COMPLETED)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while engine.status().state != "ready":
             assert not task.done(), task.exception()
             await asyncio.sleep(0.02)
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_frees_its_slot(serving):
         async for _ in stream:
             break
         await stream.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while engine.status().running:
             await asyncio.sleep(0.01)
     assert engine.status().counters["cancels"] == 1

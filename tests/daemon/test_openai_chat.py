@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -43,8 +44,9 @@ async def test_a_reply_without_stream_has_the_chat_shape(start):
 
 
 async def test_a_stream_begins_with_the_role_and_ends_with_done(start):
-    running = await start(["Hel", 0.02, "lo"])
-    chunks = chunks_of(await running.stream(PATH, BODY))
+    go_on = threading.Event()
+    running = await start(["Hel", go_on, "lo"])
+    chunks = chunks_of(await running.stream(PATH, BODY, {"Hel": go_on}))
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
         {"role": "assistant", "content": ""},
         {"content": "Hel"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -81,7 +82,7 @@ def without_ids(item: dict) -> dict:
 
 
 async def test_a_cancelled_answer_ends_in_failed(start):
-    running = await start(["a"] + [0.01, "b"] * 500)
+    running = await start(["a"] + [0.1, "b"] * 500)
     seen = b""
     async with running.session.post(running.url + PATH, json={**BODY, "stream": True}) as response:
         async for piece in response.content.iter_any():
@@ -93,10 +94,11 @@ async def test_a_cancelled_answer_ends_in_failed(start):
 
 
 async def test_silence_is_filled_with_keepalive_events(start):
-    running = await start(["x"], prefill_s=0.35)
-    stream = await running.stream(PATH, BODY)
+    prefill_ends = threading.Event()
+    running = await start(["x"], prefill_s=prefill_ends)
+    stream = await running.stream(PATH, BODY, {"keepalive": prefill_ends})
     Checker().check(stream)
-    assert 1 <= [event["type"] for event in read(stream)].count("keepalive") <= 4
+    assert [event["type"] for event in read(stream)].count("keepalive") >= 1
 
 
 async def test_a_free_text_tool_comes_back_as_it_was_written_and_its_result_is_accepted(start):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 
 import pytest
@@ -45,11 +46,11 @@ async def until(condition, timeout_s: float = 60.0) -> None:
 
 @EVERY_PATH
 async def test_headers_and_a_first_event_come_before_a_slot_is_free(start, path):
-    running = await start([30.0, "late"])
+    running = await start([600.0, "late"])
     _, blocker = await open_stream(running, path, PATHS[path])
     await until(lambda: running.engine.num_running == 1)
     reader, writer = await open_stream(running, path, PATHS[path])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         head = await reader.readuntil(b"\r\n\r\n")
         first = await reader.readuntil(b"\n\n")
     assert b"200 OK" in head and b"text/event-stream" in head and b"no-cache" in head
@@ -62,24 +63,25 @@ async def test_headers_and_a_first_event_come_before_a_slot_is_free(start, path)
 
 @EVERY_PATH
 async def test_pings_fill_the_silence_of_a_long_prefill(start, path):
-    running = await start(["done"], prefill_s=0.75)
-    moments = [time.monotonic()]
-    text = b""
-    async with running.session.post(running.url + path, json={**PATHS[path], "stream": True}) as response:
-        async for chunk in response.content.iter_any():
-            moments.append(time.monotonic())
-            text += chunk
     names = {"/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n', "/v1/responses": b"event: keepalive\n"}
     mark = names.get(path, b": ping\n\n")
-    assert 3 <= text.count(mark) <= 8
-    assert max(later - earlier for earlier, later in zip(moments, moments[1:])) < 0.5
+    prefill_ends = threading.Event()
+    running = await start(["done"], prefill_s=prefill_ends)
+    started, text = time.monotonic(), b""
+    async with running.session.post(running.url + path, json={**PATHS[path], "stream": True}) as response:
+        async for chunk in response.content.iter_any():
+            text += chunk
+            if text.count(mark) >= 5:
+                prefill_ends.set()
     assert b"done" in text
+    intervals = (time.monotonic() - started) / running.daemon.config.server.ping_interval_s
+    assert 5 <= text.count(mark) <= intervals + 1, "one a silent interval, however slow the machine is"
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
 async def test_a_client_that_leaves_cancels_its_request_once(start, phase, stream):
-    running = await start(["a"] + [0.01, "b"] * 800, prefill_s=30.0 if phase == "prefill" else 0.0)
+    running = await start(["a"] + [0.1, "b"] * 890, prefill_s=600.0 if phase == "prefill" else 0.0)
     others = []
     if phase == "queued":
         others.append((await open_stream(running, "/v1/messages", MESSAGES))[1])
@@ -93,38 +95,42 @@ async def test_a_client_that_leaves_cancels_its_request_once(start, phase, strea
     )
     name = running.engine.requests[-1].id
     writer.close()
-    await until(lambda: name not in running.daemon.active and running.engine.cancels == [name], 1.0)
+    await until(lambda: name not in running.daemon.active and running.engine.cancels == [name])
     for other in others:
         other.close()
     await running.quiet()
     assert running.engine.cancels.count(name) == 1
     metric = f'q27app_disconnects_total{{phase="{phase}"}} 1.0'
-    await until(lambda: metric in running.daemon.metrics.text().decode() or phase == "decode" or bool(others), 1.0)
+    await until(lambda: metric in running.daemon.metrics.text().decode() or phase == "decode" or bool(others))
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_rendered_starts_nothing(start):
     running = await start()
-    original = running.daemon.template
+    original, go_on, rendered = running.daemon.template, threading.Event(), threading.Event()
 
     class Slow:
         dialect = original.dialect
 
         def render(self, *args):
-            time.sleep(0.3)
-            return original.render(*args)
+            go_on.wait(60)
+            found = original.render(*args)
+            rendered.set()
+            return found
 
     running.daemon.template = Slow()
     body = {"messages": [{"role": "user", "content": "x" * 20_000}]}
     _, writer = await open_stream(running, "/v1/messages", body)
     await until(lambda: [record.phase for record in running.daemon.active.values()] == ["rendering"])
     writer.close()
-    await until(lambda: not running.daemon.active, 1.0)
-    await asyncio.sleep(0.35)
+    await until(lambda: not running.daemon.active)
+    go_on.set()
+    await until(rendered.is_set)
+    await asyncio.sleep(0.1)
     assert running.engine.requests == []
 
 
 async def test_an_identical_resend_leaves_one_request_running(start):
-    running = await start(["x"], prefill_s=30.0, slots=2)
+    running = await start(["x"], prefill_s=600.0, slots=2)
     _, first = await open_stream(running, "/v1/messages", MESSAGES)
     await until(lambda: running.engine.num_running == 1)
     first.close()
@@ -132,8 +138,7 @@ async def test_an_identical_resend_leaves_one_request_running(start):
     await until(
         lambda: (
             len(running.engine.cancels) == 1 and running.engine.num_running == 1 and len(running.engine.requests) == 2
-        ),
-        2.0,
+        )
     )
     second.close()
     await running.quiet()
@@ -157,7 +162,7 @@ async def test_a_slow_reader_does_not_stall_others(start):
             + raw
         )
         await until(lambda: running.engine.said == 24_000 and running.engine.is_idle)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             status, reply = await running.post("/v1/completions", {"prompt": "hi", "max_tokens": 10})
         assert (status, reply["choices"][0]["text"]) == (200, "quick")
         assert len(running.daemon.active) == 1, "the slow reader should still have most of its answer to read"

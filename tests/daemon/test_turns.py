@@ -17,6 +17,7 @@ from q27app.engine.engine import Engine
 from q27app.engine.loading import EngineConfig
 from q27app.engine.request import Decision
 from q27app.engine.snapshot_cache import SnapshotCache
+from tests.daemon.test_streaming import until
 from tests.engine import toy
 
 from .agent_script import Agent
@@ -56,6 +57,12 @@ class ForcedEngine(Engine):
         self.prompts: list[tuple[int, ...]] = []
         self.said: list[list[int]] = []
         self.reused: dict[str, int] = {}
+        self.asked, self.known = 0, 0
+        """Prefixes that the daemon wants settled, and those of which the engine's thread knows."""
+
+    def settle(self, tokens, system_len=0) -> None:
+        self.asked += 1
+        super().settle(tokens, system_len)
 
     def submit(self, request, deliver) -> None:
         self.prompts.append(request.prompt)
@@ -147,7 +154,7 @@ async def test_twelve_turns_reuse_what_the_turn_before_held(start, tokenizer, wi
     engine.start()
     while engine.status().state != "ready":
         await asyncio.sleep(0.01)
-    reused = held = total = 0
+    prepared, reused, held, total = watched(running), 0, 0, 0
     for turn in range(TURNS):
         status, reply = await running.post(client.path, client.body())
         assert status == 200, reply
@@ -157,7 +164,8 @@ async def test_twelve_turns_reuse_what_the_turn_before_held(start, tokenizer, wi
             reused, held, total = reused + cached, held + len(before), total + len(engine.prompts[-1])
         before = (*engine.prompts[-1], *engine.said[-1])
         if pauses:
-            await settled(running)
+            await until(lambda: len(prepared) > turn and all(work.done() for work in prepared))
+            await until(lambda: engine.known == engine.asked and not engine._stepper.has_spare_work)
     with capsys.disabled():
         print(f"\n  {client_type.__name__:8} {name:8} {'pause' if pauses else 'none ':5} reused {reused / held:.1%} of what "
               f"the turn before held, {reused / total:.1%} of all prompt tokens")
@@ -220,18 +228,22 @@ async def test_claude_code_reuses_its_own_turns(start, tokenizer, wide_toy, tmp_
     assert len(turns) == agent.num_turns == 4 and sum(reused) >= 0.9 * sum(held)
 
 
-async def settled(running) -> None:
-    """The daemon has said what comes next, and the engine has computed it."""
-    for _ in range(2):
-        await asyncio.gather(*(asyncio.wrap_future(running.daemon.executor.submit(int)) for _ in range(2)))
-        await asyncio.sleep(0.02)
-        while is_settling(running):
-            await asyncio.sleep(0.005)
+def watched(running) -> list:
+    """What the daemon does to prepare next turns, one future a turn; the engine counts what it learns of it."""
+    prepared, submit, settle = [], running.daemon.executor.submit, running.engine._stepper.settle
 
+    def note(work, *arguments):
+        future = submit(work, *arguments)
+        if getattr(work, "__name__", "") == "_settle":
+            prepared.append(future)
+        return future
 
-def is_settling(running) -> bool:
-    stepper = running.engine._stepper
-    return bool(running.daemon.executor._work_queue.qsize()) or running.engine._inbox.qsize() > 0 or stepper.has_spare_work
+    def learn(*arguments) -> None:
+        settle(*arguments)
+        running.engine.known += 1
+
+    running.daemon.executor.submit, running.engine._stepper.settle = note, learn
+    return prepared
 
 
 def num_cached(reply: dict) -> int:
