@@ -28,7 +28,7 @@ from q27app.daemon.access import load_keys
 from q27app.daemon.machine import Machine
 from q27app.daemon.residence import Residence
 from q27app.daemon.turns import Turns
-from q27app.errors import Overloaded
+from q27app.errors import Overloaded, Q27Error
 from q27app.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -84,7 +84,11 @@ class RequestRecord:
     finish: str = ""
     has_ended: bool = False
     """True once the engine has delivered its final event."""
+    give_up: Callable[[], None] | None = None
+    """Ends what is waited for before it is in the engine: the model, its prompt's tokens."""
     is_cancelled: bool = False
+    cancelled_by: Q27Error | None = None
+    """What its client is told; None: it was the operator, or nobody is told."""
     stats: Any = None
 
     @property
@@ -190,16 +194,19 @@ class Daemon:
         if len(self.active) >= limit:
             raise Overloaded(f"{limit} requests are in flight.", "Try again later; server.max_queue sets the limit.")
         if self.is_draining:
-            raise Overloaded("the daemon is shutting down.", "Try again when it is back.", retry_after_s=10)
+            raise shutting_down()
         record = RequestRecord(request_id, dialect, client, time.monotonic())
         self.active[record.id] = record
         self.metrics.active.inc()
         return record
 
-    def cancel(self, record: RequestRecord) -> None:
-        """End a request in the engine, once, unless it has ended by itself."""
+    def cancel(self, record: RequestRecord, error: Q27Error | None = None) -> None:
+        """End a request, in the engine or before it has come there, once, unless it has ended by itself. error: see
+        `RequestRecord.cancelled_by`."""
         if not (record.has_ended or record.is_cancelled):
-            record.is_cancelled = True
+            record.is_cancelled, record.cancelled_by = True, error
+            if record.give_up is not None:
+                record.give_up()
             for name in record.engine_ids:
                 self.engine.cancel(name)
 
@@ -296,6 +303,11 @@ class Daemon:
         if status.state == "ready" and age > HEARTBEAT_LIMIT_S:
             return f"the engine thread has given no sign of life for {age:.0f} s (limit {HEARTBEAT_LIMIT_S:.0f} s)."
         return ""
+
+
+def shutting_down() -> Overloaded:
+    """What whoever comes while the daemon drains is told, and whoever has not ended when that is over."""
+    return Overloaded("the daemon is shutting down.", "Try again when it is back.", retry_after_s=10)
 
 
 def _drafts_of(stats: RequestStats | None) -> str | int:

@@ -43,9 +43,7 @@ async def open_generation(
     Raises BadRequest, ContextTooLong, Overloaded, EngineDied before anything was submitted. The iterator raises the
     error that ends an answer.
     """
-    choices = await prepare(daemon, chat, record)
-    if record.is_cancelled:
-        raise Cancelled("the request was cancelled by the operator.")
+    choices = await _prepared(daemon, chat, record)
     inbox = Inbox(on_overflow=lambda: daemon.cancel(record), bell=daemon.bell())
     try:
         for choice in choices:
@@ -56,6 +54,22 @@ async def open_generation(
         yield _deltas(daemon, {choice.request.id: choice for choice in choices}, inbox, record)
     finally:
         daemon.cancel(record)
+
+
+async def _prepared(daemon: Daemon, chat: ChatRequest, record: RequestRecord) -> list[Choice]:
+    """See `prepare`. Whoever is cancelled meanwhile is told so at once."""
+    try:
+        async with asyncio.timeout(None) as scope:
+            record.give_up = lambda: scope.reschedule(asyncio.get_running_loop().time())
+            choices = await prepare(daemon, chat, record)
+    except TimeoutError:
+        if not record.is_cancelled:
+            raise
+    finally:
+        record.give_up = None
+    if record.is_cancelled:
+        raise _why_cancelled(record)
+    return choices
 
 
 async def _deltas(
@@ -123,7 +137,7 @@ def _translated(
         record.num_cached = event.stats.num_cached if event.stats else 0
         record.finish = _outcome(event)
         if event.finish is FinishReason.CANCELLED and translation.stop_sequence is None:
-            raise event.error or Cancelled("the request was cancelled by the operator.")
+            raise event.error or _why_cancelled(record)
         deltas += translation.finish(event, record.num_prompt)
         record.finish = deltas[-1].finish or record.finish
     choice.turn.feed(event, deltas)
@@ -131,6 +145,10 @@ def _translated(
         daemon.turns.ended(choice.turn, not translation.rescues and not translation.num_missed)
     _count(record, choices)
     return deltas
+
+
+def _why_cancelled(record: RequestRecord) -> Q27Error:
+    return record.cancelled_by or Cancelled("the request was cancelled by the operator.")
 
 
 def _count(record: RequestRecord, choices: dict[str, Choice]) -> None:

@@ -261,7 +261,7 @@ def _error_of(status: Any) -> Q27Error:
 
 async def _drain(app: web.Application, stop: _Signals, timeout_s: float, notifier: Notifier) -> None:
     """Refuse new requests, let running ones finish until `timeout_s` or a second signal, then cancel the rest."""
-    from q27app.daemon.daemon import DAEMON
+    from q27app.daemon.daemon import DAEMON, shutting_down
 
     daemon = app[DAEMON]
     daemon.is_draining = True
@@ -270,7 +270,7 @@ async def _drain(app: web.Application, stop: _Signals, timeout_s: float, notifie
     while daemon.active and asyncio.get_running_loop().time() < deadline and not stop.at_once.is_set():
         await _sleep_until(stop.at_once, 0.05)
     for record in list(daemon.active.values()):
-        daemon.cancel(record)
+        daemon.cancel(record, shutting_down())
     deadline = asyncio.get_running_loop().time() + CANCEL_GRACE_S
     while daemon.active and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.02)

@@ -249,7 +249,7 @@ class Engine:
         elif kind == "submit" and self._stepper is not None:
             self._stepper.add(value)
         elif kind == "submit":
-            self._end_unserved(value, Overloaded("the model was unloaded before the request began."))
+            self._end_unserved(value, Overloaded("the model was unloaded before the request began.", "Try again later; /ready says when."))
         elif kind == "cancel" and self._stepper is not None:
             self._stepper.cancel(value)
         elif kind == "settle" and self._stepper is not None:

@@ -93,7 +93,7 @@ class Stepper:
     def end_all(self) -> None:
         """The engine is being closed."""
         for sequence in self._scheduler.sequences():
-            self._scheduler.finish(sequence, FinishReason.ERROR, Overloaded("the engine is shutting down."))
+            self._scheduler.finish(sequence, FinishReason.ERROR, Overloaded("the engine is shutting down.", "Try again when it is back."))
         self._deliver_all()
         self._check()
 

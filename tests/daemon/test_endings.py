@@ -23,7 +23,8 @@ async def test_all_answers_of_a_request_end_when_the_daemon_stops(start):
     stop = _Signals()
     stop.at_once.set()
     await _drain(running.app, stop, 5.0, Notifier())
-    assert '"error"' in await asyncio.wait_for(text, 60)
+    told = await asyncio.wait_for(text, 60)
+    assert '"overloaded_error"' in told and "is shutting down. Try again" in told and "operator" not in told
     await running.quiet()
     assert len(running.engine.cancels) == 2 == len(set(running.engine.cancels))
 
@@ -42,18 +43,31 @@ def held_back(monkeypatch) -> asyncio.Event:
     return go_on
 
 
-async def test_a_request_that_is_not_in_the_engine_when_the_daemon_stops_never_gets_there(start, monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_request_that_is_not_in_the_engine_when_the_daemon_stops_never_gets_there(start, monkeypatch, path):
+    """Who asked while it was still there and who comes too late are told the same."""
     running, go_on = await start(), held_back(monkeypatch)
     monkeypatch.setattr("q27app.daemon.serve.CANCEL_GRACE_S", 0.1)
-    asked = asyncio.create_task(running.post("/v1/completions", {"prompt": "x", "max_tokens": 9}))
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "input": "hi", "prompt": "x", "stream": True}
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+    asked = asyncio.create_task(whole(running, path, body))
     await until(lambda: bool(running.daemon.active))
     stop = _Signals()
     stop.at_once.set()
     await _drain(running.app, stop, 5.0, Notifier())
+    late = await whole(running, path, body)
     go_on.set()
-    assert (await asyncio.wait_for(asked, 60))[0] == 503
+    early = await asyncio.wait_for(asked, 60)
+    assert early == late and early[0] == 503 and early[1] == "10"
+    assert early[2]["type"] == "overloaded_error" and early[2]["message"] == "the daemon is shutting down. Try again when it is back."
     await running.quiet()
     assert not running.engine.requests
+
+
+async def whole(running, path: str, body: dict) -> tuple:
+    """(status, Retry-After, error) of a refusal."""
+    async with running.session.post(running.url + path, json=body) as reply:
+        return reply.status, reply.headers.get("Retry-After"), (await reply.json())["error"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
@@ -70,6 +84,25 @@ async def test_a_request_that_is_not_in_the_engine_yet_can_be_cancelled(start, p
     await running.quiet()
     assert not running.engine.requests
     assert (await running.post(f"/admin/cancel/{name}", {}))[0] == 404
+
+
+@pytest.mark.parametrize("who", ["daemon", "operator"])
+async def test_a_request_that_waits_for_the_model_is_told_at_once_that_it_was_cancelled(start, who):
+    running = await start()
+    running.engine.state.state = "loading"
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    asked = asyncio.create_task(whole(running, "/v1/messages", body))
+    await until(lambda: [record.phase for record in running.daemon.active.values()] == ["waiting"])
+    if who == "daemon":
+        stop = _Signals()
+        stop.at_once.set()
+        await _drain(running.app, stop, 5.0, Notifier())
+    else:
+        (name,) = running.daemon.active
+        assert (await running.post(f"/admin/cancel/{name}", {}))[0] == 200
+    status, _, error = await asyncio.wait_for(asked, 60)
+    assert status == 503 and ("shutting down" if who == "daemon" else "by the operator") in error["message"]
+    await running.quiet()
 
 
 @pytest.mark.parametrize("where", ["cancel", "cancel one"])
