@@ -21,8 +21,9 @@ FEW_BLOCKS = {"warps": 2, "warpgroups": 3}
 TABLE_COPIES = 4
 """Of the table of pairs of 5-bit keys, for one row by warpgroups (Plan)."""
 MERGE_DIMS = 128
-MERGE_BLOCKS = 4
-"""Of attend_merge that begin at once on a multiprocessor, by their registers."""
+MERGE_AT_ONCE = 4
+"""Blocks of attend_merge that begin at once on a multiprocessor, by their registers. Where there are more, attend_merge_many merges,
+of which another number fits (MERGE_BLOCKS in attend_decode.cu)."""
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
 
@@ -146,6 +147,6 @@ class Attention:
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)
             grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))
-            name = "attend_merge" if grid[0] * grid[1] * grid[2] <= MERGE_BLOCKS * card.num_sms else "attend_merge_many"
+            name = "attend_merge" if grid[0] * grid[1] * grid[2] <= MERGE_AT_ONCE * card.num_sms else "attend_merge_many"
             backend.launch("attend_decode", name, grid, 256, 0, merge)
             seq, launches = stop, launches + 1
