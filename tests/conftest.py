@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("machine")   # no example fails for how fast the machine is
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

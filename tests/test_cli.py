@@ -51,12 +51,14 @@ def test_help_is_quick():
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
-    times = []
+    times, least = [], []
     for _ in range(3):  # processor time, so that a busy machine doesn't decide; the rest of the start is waiting for it
         before = spent()
         finish("--help")
         times.append(spent() - before)
-    assert min(times) < 0.3
+        subprocess.run([sys.executable, "-c", "import click"], check=True)
+        least.append(spent() - before - times[-1])
+    assert min(times) < max(0.3, 4 * min(least)), "a slower machine takes longer for whatever begins"
 
 
 def test_no_command_on_a_pipe_is_wrong_usage():
@@ -182,7 +184,7 @@ def test_a_closed_pipe_is_quiet():
     program.stdout.close()
     program.stdin.close()
     assert program.stderr.read() == b""
-    program.wait(30)
+    program.wait(120)
 
 
 def test_config_show_hides_keys(monkeypatch, capfd):

@@ -114,7 +114,7 @@ LINES = st.sampled_from(["word", "", "# head", "<!-- q27app:message {\"role\": \
 TEXTS = st.lists(LINES, max_size=5).map("\n".join)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS, TEXTS), min_size=1, max_size=4), st.booleans())
 def test_what_was_exported_is_read_back(tmp_path_factory, messages, as_json):
     with History(tmp_path_factory.mktemp("h") / "h.db") as history:
