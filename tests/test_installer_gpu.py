@@ -49,7 +49,7 @@ def root(tmp_path):
     def run(text: str) -> subprocess.CompletedProcess[str]:
         head = (f'set -euo pipefail\n. {INSTALLERS}/common.sh\n. {INSTALLERS}/gpu.sh\nprogram={program} work={work} wheel=q27app.whl cuda_folders=/none\n'
                 f'ask() {{ "$program/bin/python" -P -c "$1"; }}\n')
-        return subprocess.run(["/bin/bash", "-c", head + text], capture_output=True, text=True, timeout=60,
+        return subprocess.run(["/bin/bash", "-c", head + text], capture_output=True, text=True, timeout=300,
                               env={"PATH": str(bin_folder), "HOME": str(tmp_path / "user")})
 
     make.calls = lambda: (tmp_path / "calls").read_text()

@@ -16,7 +16,7 @@ SCRIPTS = [*sorted(INSTALLERS.glob("*.sh")), REPOSITORY / ".ci" / "run"]
 
 
 def run_script(script: Path, *arguments: str, home: Path, path: str = "/usr/local/bin:/usr/bin:/bin",
-               text: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+               text: str = "", timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """A script in a clean environment with its own HOME."""
     return subprocess.run(["/bin/bash", str(script), *arguments], input=text, capture_output=True, text=True,
                           timeout=timeout, env={"HOME": str(home), "PATH": path}, cwd=home)

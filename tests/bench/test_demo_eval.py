@@ -37,7 +37,7 @@ def parts():
 def engine():
     running = Engine(EngineConfig(demo_model(), backend="numpy", context=2048))
     running.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while running.status().state != "ready":
         assert time.monotonic() < deadline, running.status()
         time.sleep(0.02)

@@ -195,11 +195,13 @@ async def test_the_watchdog_follows_the_engines_heartbeat(program, supervisor, e
     engine.state.state = state
     if lives:
         await told(read, "WATCHDOG=1")
+    elif state == "failed":
+        await asyncio.wait([task], timeout=END_S)
+        assert task.done() and "WATCHDOG=1" not in read()
+        task.exception()
     else:
         await asyncio.sleep(0.6)
         assert "WATCHDOG=1" not in read()
-    if state == "failed":
-        task.exception()
 
 
 async def test_an_absent_supervisor_is_no_failure(program):

@@ -11,13 +11,14 @@ from q27app.engine import disk_entry, disk_reading
 from q27app.engine.disk_entry import read_head
 from q27app.engine.disk_reading import Reading
 from tests.engine.test_disk_cache import MARK, open_cache, whole, write
+from tests.engine.waiting import until
 
 
 def held_check(monkeypatch) -> tuple[threading.Event, list[int]]:
     """Chunks are checked when the event is set; how many have been."""
     gate, seen, check = threading.Event(), [], disk_reading.is_digest
     monkeypatch.setattr(disk_entry, "CHUNK", 50)
-    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: seen.append(1) or gate.wait(20) and check(*rest))
+    monkeypatch.setattr(disk_reading, "is_digest", lambda *rest: seen.append(1) or gate.wait(60) and check(*rest))
     return gate, seen
 
 
@@ -42,7 +43,8 @@ def test_closing_does_not_wait_for_what_is_read_early(tmp_path, monkeypatch):
     cache.read_early(1000, 512, 100)
     while len(seen) < min(disk_entry.READERS, len(entry.digests)):
         time.sleep(0.001)
-    threading.Timer(0.2, gate.set).start()
+    readings = list(cache._early)
+    threading.Thread(target=lambda: (until(lambda: any(reading._is_stopped for reading in readings)), gate.set())).start()
     cache.close()
     assert len(seen) <= disk_entry.READERS and entry.path.exists()
 
@@ -84,7 +86,7 @@ def test_the_file_stays_open_while_helpers_read_it(tmp_path, monkeypatch):
                 raise RuntimeError("can't start new thread")
             future = super().submit(*what)
             if what[0].__name__ == "work":
-                helped.wait(20)
+                helped.wait(60)
             return future
 
     monkeypatch.setattr(Reading, "_work", work)

@@ -120,13 +120,15 @@ def test_requests_may_be_submitted_and_cancelled_from_a_receiver(open_engine):
 def test_the_death_of_the_engine_reaches_everybody_once(open_engine, error):
     loaded = load_toy(slots=2)
     engine = open_engine(loaded)
-    answers = [ask(engine, f"r{index}", max_tokens=400) for index in range(5)]
+    hold = threading.Event()
+    answers = [ask(engine, f"r{index}", max_tokens=400, answer=Waiting(None if index else hold)) for index in range(5)]
     assert answers[0].has_begun.wait(WAIT_S)
 
     def fail(batch):
         raise error
 
     loaded.model.before = fail
+    hold.set()
     for answer in answers:
         assert answer.wait().finish is FinishReason.ERROR and isinstance(answer.last.error, EngineDied)
     until(lambda: engine.status().state == "failed")

@@ -59,7 +59,7 @@ def test_verifying_runs_beside_a_request_and_disturbs_nothing(engine_of):
     engine.submit(Request("r", (1000, 1001), SamplingParams(max_tokens=60, ignore_eos=True)), inbox.put)
     engine.verify().result(30)
     tokens: list[int] = []
-    while (event := inbox.get(timeout=30)).finish is None:
+    while (event := inbox.get(timeout=120)).finish is None:
         tokens += event.tokens
     assert event.finish is FinishReason.LENGTH
     assert [*tokens, *event.tokens] == [1002 + i for i in range(60)]

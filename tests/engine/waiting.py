@@ -8,7 +8,7 @@ import time
 from q27app.engine.request import Request, SamplingParams
 from tests.engine.toy import Answer
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Waiting(Answer):

@@ -88,7 +88,7 @@ def run(device: NotingDevice, path, monkeypatch, **options) -> None:
             engine.submit(Request(name, tuple(range(1000, 1100)), SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature)), inbox.put)
         ended = 0
         while ended < 2:
-            ended += inbox.get(timeout=30).finish is not None
+            ended += inbox.get(timeout=120).finish is not None
     finally:
         engine.close()
 

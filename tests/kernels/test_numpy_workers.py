@@ -22,7 +22,7 @@ def test_each_task_is_done_once(monkeypatch, workers, count):
 
 def test_two_tasks_run_at_the_same_time(monkeypatch):
     monkeypatch.setattr(numpy_workers, "num_workers", lambda: 2)
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
     numpy_workers.share(lambda index: both.wait(), 2)
 
 

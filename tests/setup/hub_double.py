@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class HubDouble:
-    """files: name -> bytes. faults: taken one by one by GETs: "truncate", "stall", "change", 416, 429, 503 or "slow"."""
+    """files: name -> bytes. faults: taken one by one by GETs: "truncate", "change", 416, 429, 503, or "stall": nothing comes after
+    the first half, as long as the hub is there."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.faults, self.ranges = dict(files), [], []
         self.etags: dict[str, str] = {}
+        self._closes = threading.Event()
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -35,6 +36,7 @@ class HubDouble:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def close(self) -> None:
+        self._closes.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -76,12 +78,7 @@ class HubDouble:
             handler.wfile.write(half)
             handler.wfile.flush()
             if fault == "stall":
-                time.sleep(1.0)
+                self._closes.wait(600)
             handler.close_connection = True
-        elif fault == "slow":
-            for offset in range(0, len(data), max(1, len(data) // 200)):
-                handler.wfile.write(data[offset:offset + max(1, len(data) // 200)])
-                handler.wfile.flush()
-                time.sleep(0.02)
         else:
             handler.wfile.write(data)

@@ -64,7 +64,7 @@ class Terminal:
         os.close(slave)
         self.text = ""
 
-    def until(self, pattern: str, seconds: float = 60) -> str:
+    def until(self, pattern: str, seconds: float = 120) -> str:
         """What came up to the pattern."""
         limit = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text)):
@@ -83,7 +83,7 @@ class Terminal:
 
     def end(self) -> int:
         try:
-            return self.process.wait(30)
+            return self.process.wait(120)
         finally:
             os.close(self.master)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-Step = str | float | dict[str, Any]
-"""A piece of text, seconds to wait, or a delta of the OpenAI dialect."""
+Step = str | float | asyncio.Event | dict[str, Any]
+"""A piece of text, seconds or an event to wait for, or a delta of the OpenAI dialect."""
 
 
 class ScriptedDaemon:
@@ -80,6 +80,8 @@ class ScriptedDaemon:
             for step in steps:
                 if isinstance(step, float):
                     await asyncio.sleep(step)
+                elif isinstance(step, asyncio.Event):
+                    await step.wait()
                 else:
                     await response.write(_chunk({"choices": [{"delta": {"content": step} if isinstance(step, str) else step}]}))
             await response.write(_chunk({"choices": [{"delta": {}, "finish_reason": "stop"}]}))

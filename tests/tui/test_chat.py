@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -104,7 +105,7 @@ async def test_tool_calls_are_shown_to_be_read(chat):
 
 async def test_escape_stops_keeps_the_part_and_ends_the_request(chat, tmp_path):
     screens, daemon = chat
-    daemon.script = lambda body: ["a part", 30.0, "never"]
+    daemon.script = lambda body: ["a part", 600.0, "never"]
     await screens.say("go")
     await screens.shows("a part")
     await screens.pilot.press("escape")
@@ -228,11 +229,13 @@ async def test_enter_sends_and_ctrl_j_and_paste_do_not(chat):
 
 async def test_scrolling_up_stops_following_and_the_chip_tells(chat):
     screens, daemon = chat
-    daemon.script = lambda body: ["line\n\n" * 60, 1.5, "THE END"]   # after the keys, also on a busy machine
+    go_on = asyncio.Event()
+    daemon.script = lambda body: ["line\n\n" * 60, go_on, "THE END"]
     await screens.say("long")
     await screens.shows("line")
     await screens.until(lambda: screens.app.screen.transcript.max_scroll_y > 20)
     await screens.pilot.press("pageup", "pageup")
+    go_on.set()
     await screens.shows("new text")
     place = screens.app.screen.transcript.scroll_offset.y
     await answered(screens)
