@@ -1,4 +1,8 @@
-"""Streaming clients in a process of their own: python load_clients.py PORT SECONDS CLIENTS. Prints what they saw as JSON."""
+"""Streaming clients in a process of their own: python load_clients.py PORT SECONDS CLIENTS. Prints what they saw as JSON.
+
+lags: how late a task of this process ran that had nothing to wait for but the time, which is what the machine and the clients
+themselves add to every first byte.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ async def stream_once(port: int, rng: random.Random, first_bytes: list[float], f
 
 async def main(port: int, duration_s: float, num_clients: int) -> None:
     first_bytes: list[float] = []
+    lags: list[float] = []
     faults: list[str] = []
     deadline = time.monotonic() + duration_s
 
@@ -46,8 +51,14 @@ async def main(port: int, duration_s: float, num_clients: int) -> None:
         while time.monotonic() < deadline:
             await stream_once(port, rng, first_bytes, faults)
 
-    await asyncio.gather(*(client(number) for number in range(num_clients)))
-    json.dump({"first_bytes": first_bytes, "faults": faults}, sys.stdout)
+    async def watch() -> None:
+        while time.monotonic() < deadline:
+            due = time.monotonic() + 0.01
+            await asyncio.sleep(0.01)
+            lags.append(time.monotonic() - due)
+
+    await asyncio.gather(watch(), *(client(number) for number in range(num_clients)))
+    json.dump({"first_bytes": first_bytes, "lags": lags, "faults": faults}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ FULL_DURATION_S = 60.0
 FIRST_BYTE_LIMIT_S = 0.2
 BUSY_LIMIT_S = 2.0
 """99 of 100 first bytes of a stream come within the first limit on a machine that has nothing else to do, within the
-second on one whose processors were taken before the test began."""
+second on one whose processors were taken before the test began. What is late for the clients' own machine comes on top."""
 GROWTH_LIMIT_BYTES = 24 << 20
 """What the resident memory may grow by between the first third of the time and the end."""
 
@@ -62,9 +62,10 @@ async def test_many_clients_come_and_go_without_a_trace(start, ticking_engine, w
     share = (time.process_time() - cpu_early) / (time.monotonic() - clock_early)
     ranked = sorted(seen["first_bytes"])
     p99 = ranked[len(ranked) * 99 // 100]
+    limit += 2 * sorted(seen["lags"])[len(seen["lags"]) * 99 // 100]
     print(
         f"{len(ranked)} streams in {duration:.0f} s, first byte median {ranked[len(ranked) // 2]:.3f} s, p99 {p99:.3f} s "
-        f"(limit {limit} s), memory {growth / 2**20:+.1f} MiB, daemon and double took {share:.0%} of a processor"
+        f"(limit {limit:.3f} s), memory {growth / 2**20:+.1f} MiB, daemon and double took {share:.0%} of a processor"
     )
     assert seen["faults"] == []
     assert running.engine.num_running == 0 and not running.daemon.active

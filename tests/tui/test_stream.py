@@ -10,6 +10,7 @@ import time
 import pytest
 
 from q27app.gpu import read_host
+from tests.pace import slowness
 
 WORDS = ("the", "model", "reads", "*every*", "token", "of", "`your`", "text,", "and", "**this**", "answer", "is", "é", "1.5")
 
@@ -102,5 +103,5 @@ async def test_20000_tokens_at_400_a_second_never_hold_the_loop(daemon_of, open_
             print(f"\n{len(parts)} tokens in {seconds:.1f} s ({len(parts) / seconds:.0f}/s), loop lag p50 {lags[len(lags) // 2] * 1e3:.1f} ms, "
                   f"p99 {p99 * 1e3:.1f} ms, most {lags[-1] * 1e3:.0f} ms, of that own work p99 {p99_held * 1e3:.1f} ms, CPU {busy / seconds:.0%}, memory +{grown / 1e6:.1f} MB "
                   f"after the first quarter, {chat.transcript.virtual_size.height} lines")
-        assert p99_held < 0.1  # a busy machine adds to the lag, not to the work
+        assert p99_held < 0.1 * slowness()  # a busy machine adds to the lag, not to the work
         assert grown < 40e6

@@ -237,13 +237,15 @@ def test_the_first_value_that_is_not_finite_is_found():
 
 @pytest.mark.long
 def test_q4_encodes_a_hundred_million_weights_a_second():
-    """The best of five on whatever cores there are; the target is for two."""
-    from time import perf_counter
+    """On two cores: half as many in a second of processor time, whatever cores there are and whatever else runs."""
+    from time import process_time
+
+    from tests.pace import slowness
 
     values = weights(8192, 5120)
     times = []
     for _ in range(5):
-        start = perf_counter()
+        start = process_time()
         encode(values, Q4_G64)
-        times.append(perf_counter() - start)
-    assert values.size / min(times) > 100e6
+        times.append(process_time() - start)
+    assert values.size / min(times) > 50e6 / slowness()

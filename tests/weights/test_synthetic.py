@@ -16,6 +16,7 @@ from q27app.weights.synthetic import DECOY, describe, right_tokens, synthesize
 from q27app.weights.synthetic_pool import PERIOD, Pool
 from q27app.weights.synthetic_sizes import parse_size
 from q27app.weights.tiers import TIER_NAMES
+from tests.pace import slowness
 
 NANO_VOCAB = 2560
 
@@ -236,10 +237,10 @@ def test_progress_ends_at_the_total(tmp_path):
 @pytest.mark.long
 def test_large_checkpoints_are_written_without_arithmetic(tmp_path, long_scale):
     layers = max(2, round(64 * long_scale / 4))  # a quarter of the 27B at full scale
-    begin = time.monotonic()
+    begin = time.process_time()   # a slow disk is no arithmetic
     path = synthesize(tmp_path / "big.q27", f"5120x{layers},ffn=17408,vocab=248320", tier="q4s")
-    rate = path.stat().st_size / (time.monotonic() - begin)
-    assert rate > 50e6, f"{rate / 1e6:.0f} MB/s"
+    rate = path.stat().st_size / (time.process_time() - begin)
+    assert rate > 50e6 / slowness(), f"{rate / 1e6:.0f} MB a second of processor time"
 
 
 @pytest.mark.parametrize("tier", ["q4s", "default"])
