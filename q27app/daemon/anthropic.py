@@ -103,10 +103,11 @@ def _part(item: Any, where: str) -> Part | None:
     if not isinstance(item, dict):
         return None
     kind = item.get("type")
+    text = _text_of(item)
+    if text is not None:
+        return TextPart(text)
     if kind in _IMAGES:
         raise BadRequest(f"{where}: {kind} content is not supported; this model reads text only.", param=where)
-    if kind == "text":
-        return TextPart(fields.string(item, "text") or "")
     if kind == "thinking":
         return ReasoningPart(fields.string(item, "thinking") or "")
     if kind == "tool_use":
@@ -118,16 +119,36 @@ def _part(item: Any, where: str) -> Part | None:
         )
         return ToolCallPart(call)
     if kind == "tool_result":
-        content = item.get("content")
-        text = (
-            content
-            if isinstance(content, str)
-            else "".join(_parts_text(content if isinstance(content, list) else [], f"{where}.content"))
-        )
         return ToolResultPart(
-            text, fields.string(item, "tool_use_id") or "", fields.boolean(item, "is_error") or False
+            _result(item.get("content")), fields.string(item, "tool_use_id") or "", fields.boolean(item, "is_error") or False
         )
     return None
+
+
+def _text_of(block: fields.Object) -> str | None:
+    """The text of a block that has one: text, a document given as text, a found passage, the name of a found tool."""
+    kind = block.get("type")
+    if kind == "text":
+        return fields.string(block, "text") or ""
+    if kind == "tool_reference":
+        return fields.string(block, "tool_name") or ""
+    if kind == "search_result":
+        return "\n".join(filter(None, (fields.string(block, "title"), fields.string(block, "source"), _result(block.get("content")))))
+    source = fields.mapping(block, "source")
+    if kind == "document" and source.get("type") in ("text", "content"):
+        text = fields.string(source, "data") or _result(source.get("content"))
+        return "\n".join(filter(None, (fields.string(block, "title"), fields.string(block, "context"), text)))
+    return None
+
+
+def _result(content: Any) -> str:
+    """What a tool has found: a string, or blocks. What is not text becomes a note."""
+    if isinstance(content, str):
+        return content
+    blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in (content if isinstance(content, list) else [])]
+    found = [(block.get("type"), _text_of(block)) for block in blocks if isinstance(block, dict)]
+    texts = [fields.unseen(kind) if text is None else text for kind, text in found if text is not None or kind in _IMAGES]
+    return ("" if all(kind == "text" for kind, _ in found) else "\n").join(texts)
 
 
 def _parts_text(items: list[Any], where: str) -> list[str]:

@@ -284,8 +284,15 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def content_text(content: Any, where: str, text_kinds: tuple[str, ...]) -> str:
-    """A string, or the text of its parts; "" for anything else. Raises BadRequest for parts that are not text."""
+def unseen(kind: Any) -> str:
+    """What stands for a part of a tool's result that is not text. What a person sent is refused instead: they can send something else,
+    while a refused result would end an agent's session."""
+    return "[an image that this model cannot see]" if "image" in str(kind) else "[a file that this model cannot read]"
+
+
+def content_text(content: Any, where: str, text_kinds: tuple[str, ...], is_result: bool = False) -> str:
+    """A string, or the text of its parts; "" for anything else. Raises BadRequest for parts that are not text, unless it is the result
+    of a tool."""
     if isinstance(content, str):
         return content
     texts = []
@@ -297,6 +304,8 @@ def content_text(content: Any, where: str, text_kinds: tuple[str, ...]) -> str:
             texts.append(string(part, "text") or "")
         elif kind == "refusal":
             texts.append(string(part, "refusal") or "")
+        elif isinstance(part, dict) and is_result:
+            texts.append(unseen(kind))
         elif isinstance(part, dict):
             raise BadRequest(
                 f"{where}[{index}]: {str(kind)[:40]} content is not supported; this model reads text only.",

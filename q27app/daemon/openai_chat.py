@@ -97,7 +97,7 @@ def _message(raw: Any, where: str) -> Message:
             f"{where}.role: {str(name)[:80]!r} is not a role; expected system, developer, user, assistant or tool.",
             param=f"{where}.role",
         )
-    text = fields.content_text(raw.get("content"), f"{where}.content", _TEXT_PARTS)
+    text = fields.content_text(raw.get("content"), f"{where}.content", _TEXT_PARTS, role == "tool")
     if role == "tool":
         return Message("tool", (ToolResultPart(text, fields.string(raw, "tool_call_id") or ""),))
     parts: list[Part] = []

@@ -27,7 +27,6 @@ from q27app.errors import BadRequest
 
 log = logging.getLogger("q27app.daemon")
 
-NO_IMAGE = "[an image that this model cannot see]"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", "shell_call_output")
@@ -146,7 +145,7 @@ def _reasoning(item: fields.Object) -> str:
 
 
 def _output(output: Any) -> str:
-    """A tool's result: a string, a list of parts, or an object with `content`. An image in it becomes a note."""
+    """A tool's result: a string, a list of parts, or an object with `content`. An image or a file in it becomes a note."""
     if isinstance(output, dict) and isinstance(output.get("content"), (str, list)):
         output = output["content"]
     if isinstance(output, str):
@@ -157,7 +156,7 @@ def _output(output: Any) -> str:
             if isinstance(part, str):
                 texts.append(part)
             elif isinstance(part, dict):
-                is_text = part.get("type", "text") in _TEXT
-                texts.append(fields.string(part, "text") or "" if is_text else NO_IMAGE)
+                kind = part.get("type", "text")
+                texts.append(fields.string(part, "text") or "" if kind in _TEXT else fields.unseen(kind))
         return "\n".join(texts)
     return "" if output is None else json.dumps(output, ensure_ascii=False)

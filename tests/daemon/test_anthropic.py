@@ -221,8 +221,8 @@ async def test_everything_that_coding_agents_send_is_accepted(start):
             "messages[0].content[0]: image",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
-            "image",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}]}]},
+            "messages[0].content[0]: document",
         ),
         ({"tool_choice": {"type": "tool", "name": "none_such"}}, "none_such"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -239,6 +239,41 @@ async def test_a_bad_request_names_the_field(start, change, blamed):
         assert reply["type"] == "error" and reply["error"]["type"] == "invalid_request_error"
         assert blamed in reply["error"]["message"]
     assert running.engine.requests == []
+
+
+PASSAGE = {"type": "search_result", "title": "Notes", "source": "notes.md", "content": [{"type": "text", "text": "by the sea"}]}
+PAPER = {"type": "document", "title": "Paper", "source": {"type": "text", "media_type": "text/plain", "data": "all of it"}}
+
+
+@pytest.mark.parametrize(("content", "shown"), [
+    ([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw=="}}], "[an image that this model cannot see]"),
+    ([{"type": "text", "text": "page 1"}, {"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}],
+     "page 1\n[a file that this model cannot read]"),
+    ([PAPER, PASSAGE], "Paper\nall of it\nNotes\nnotes.md\nby the sea"),
+    ([{"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "a part"}]}}], "a part"),
+    ([{"type": "tool_reference", "tool_name": "Edit"}, {"type": "tool_reference", "tool_name": "Write"}], "Edit\nWrite"),
+    ([{"type": "text", "text": "one"}, {"type": "text", "text": " two"}], "one two"),
+    ([{"type": "of_the_future"}, 7, "three"], "three"),
+    (None, ""),
+])
+async def test_a_tools_result_that_is_not_text_is_told_and_ends_no_session(start, content, shown):
+    """An agent that has read a picture sends it again with each turn."""
+    running = await start(["x"])
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    asked = [{"role": "user", "content": "go"}, {"role": "assistant", "content": [call]},
+             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": content}]}]
+    status, reply = await running.post("/v1/messages", {**BODY, "messages": asked, "tools": [LOOK]})
+    assert status == 200, reply
+    text = running.daemon.tokenizer.decode(running.engine.requests[-1].prompt)
+    assert f"<tool_response>\n{shown}\n</tool_response>" in text
+
+
+async def test_what_a_person_sends_as_a_document_of_text_is_read(start):
+    running = await start(["x"])
+    asked = [{"role": "user", "content": [PAPER, PASSAGE, {"type": "text", "text": "Sum it up."}]}]
+    assert (await running.post("/v1/messages", {**BODY, "messages": asked}))[0] == 200
+    text = running.daemon.tokenizer.decode(running.engine.requests[-1].prompt)
+    assert "all of it" in text and "by the sea" in text and "Sum it up." in text
 
 
 async def test_count_tokens_equals_what_a_generation_prefills(start):

@@ -147,7 +147,7 @@ async def test_every_legal_message_is_accepted(start):
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "seen"},
-        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "seen"}]},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "seen"}, {"type": "image_url", "image_url": {"url": "data:"}}]},
         {"role": "system", "content": "late"},
         {"role": None, "content": None},
         {"content": "no role"},
@@ -166,6 +166,7 @@ async def test_every_legal_message_is_accepted(start):
         },
     )
     assert status == 200, reply
+    assert "seen[an image that this model cannot see]" in running.daemon.tokenizer.decode(running.engine.requests[-1].prompt)
 
 
 @pytest.mark.parametrize(
