@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from q27app.daemon.failures import RequestTimeout, UnsupportedMediaType
+from q27app.daemon.failures import BrokenBody, RequestTimeout, UnsupportedMediaType
 from q27app.daemon.fields import decode_body
 from q27app.errors import Forbidden, PayloadTooLarge, Unauthorized, UsageError, why
 
@@ -188,8 +188,8 @@ def check_media_type(request: web.Request) -> None:
 
 
 async def read_object(request: web.Request, limit: int, executor: Any, may_be_empty: bool = False) -> dict[str, Any]:
-    """The JSON object of a body of at most `limit` bytes. Raises PayloadTooLarge or BadRequest."""
-    from aiohttp.web import HTTPRequestEntityTooLarge
+    """The JSON object of a body of at most `limit` bytes, unpacked. Raises PayloadTooLarge or BadRequest."""
+    from aiohttp.web import HTTPRequestEntityTooLarge, RequestPayloadError
 
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
@@ -200,6 +200,9 @@ async def read_object(request: web.Request, limit: int, executor: Any, may_be_em
         raise RequestTimeout(f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s.") from error
     except HTTPRequestEntityTooLarge as error:
         raise _too_large(limit) from error
+    except RequestPayloadError as error:
+        raise BrokenBody("the request body cannot be read: it is not what its Content-Encoding says, or ends early.",
+                         "Send it whole, as it is or as gzip or deflate.") from error
     if may_be_empty and not raw.strip():
         return {}
     if len(raw) <= LARGE_BODY_BYTES:

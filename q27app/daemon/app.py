@@ -34,7 +34,7 @@ from q27app.daemon.access import (
 )
 from q27app.daemon.answer import collect
 from q27app.daemon.daemon import DAEMON, REQUEST_ID, Daemon
-from q27app.daemon.failures import MethodNotAllowed, dialect_of, error_body, error_headers, explained
+from q27app.daemon.failures import BrokenBody, MethodNotAllowed, dialect_of, error_body, error_headers, explained
 from q27app.daemon.generate import open_generation
 from q27app.daemon.hub import HubHandler
 from q27app.daemon.identity import Identity
@@ -138,7 +138,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         failure = explained(_translated(error, request), request[REQUEST_ID])
         response = json_response(error_body(failure, dialect), failure.http_status)
         response.headers.update(error_headers(failure, dialect))
-        if isinstance(failure, PayloadTooLarge):
+        if isinstance(failure, (PayloadTooLarge, BrokenBody)):
             response.force_close()
     if not response.prepared:
         response.headers.update(_id_headers(request))

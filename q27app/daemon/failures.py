@@ -36,6 +36,10 @@ class RequestTimeout(BadRequest):
     code = "request_timeout"
 
 
+class BrokenBody(BadRequest):
+    """The body cannot be unpacked; what comes after it on its connection cannot be told."""
+
+
 class UnsupportedMediaType(BadRequest):
     """A POST whose body is not declared as JSON."""
 

@@ -51,7 +51,7 @@ def _decode_json(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
-        text = raw.decode("utf-8", "replace")
+        text = raw.decode("utf-8-sig", "replace")   # some shells put a mark in front
         return _without_surrogates(json.loads(text, parse_constant=_refuse, parse_float=_finite))
 
 

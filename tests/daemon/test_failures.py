@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 
@@ -231,6 +232,36 @@ async def test_a_chunked_body_over_the_limit_is_413(start, with_server):
         ) as response:
             assert response.status == 413
             assert kind_of(path, await response.json()) == kind
+
+
+PACKED = {"rubbish": b"no gzip at all", "cut": None, "bomb": gzip.compress(b" " * (5 << 20))}
+
+
+@EVERY_PATH
+@pytest.mark.parametrize("what", PACKED)
+async def test_a_packed_body_that_cannot_be_read_is_told_and_costs_the_next_request_nothing(start, with_server, path, what):
+    """What follows it on its connection cannot be told, so nobody may send anything there."""
+    running = await start(config=with_server(body_limit_mb=4))
+    packed = PACKED[what] or gzip.compress(json.dumps(PATHS[path]).encode())[:-12]
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with running.session.post(running.url + path, data=packed, headers=headers) as response:
+        told = await response.json()
+        assert response.status == (413 if what == "bomb" else 400)
+        assert what == "cut" or response.headers["Connection"] == "close"
+        assert kind_of(path, told) == ("request_too_large" if (path, what) == ("/v1/messages", "bomb") else "invalid_request_error")
+    assert (await running.post(path, PATHS[path]))[0] == 200
+    whole = gzip.compress(json.dumps(PATHS[path]).encode())
+    async with running.session.post(running.url + path, data=whole, headers=headers) as response:
+        assert response.status == 200
+
+
+@EVERY_PATH
+async def test_a_body_with_a_mark_of_its_encoding_in_front_is_read(start, path):
+    """Files that some shells write begin with one."""
+    running = await start()
+    raw = b"\xef\xbb\xbf" + json.dumps(PATHS[path]).encode()
+    async with running.session.post(running.url + path, data=raw, headers={"Content-Type": "application/json"}) as response:
+        assert response.status == 200
 
 
 async def test_ids_are_in_the_headers(start):
