@@ -64,7 +64,7 @@ def test_a_long_prompt_comes_from_standard_input(nano):
 
 
 def test_the_limit_ends_an_answer(capfd):
-    answer = generate(capfd, "--prompt", "x", "-n", "5")
+    answer = generate(capfd, "--prompt", "x", "-n", "5", "--ignore-eos")
     assert (len(answer["tokens"]), answer["finish"]) == (5, "length")
     assert generate(capfd, "--prompt", "x", "-n", "0")["tokens"] == []
 
