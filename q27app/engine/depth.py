@@ -54,9 +54,9 @@ class PassPrices:
         """Measured, or on the line through the nearest measured numbers of rows; never cheaper than fewer rows."""
         if not self._passes:
             return 1.0 + PRIOR_SLOPE * (rows - 1)
-        known = sorted(self._passes)
         if rows in self._passes:
             return self._passes[rows]
+        known = sorted(self._passes)
         if len(known) == 1:
             base = self._passes[known[0]]
             return max(base * 0.1, base * (1 + PRIOR_SLOPE * (rows - known[0])))
