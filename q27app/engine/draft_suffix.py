@@ -1,7 +1,8 @@
 """Drafts for free: what followed the longest earlier occurrence of the text's current end.
 
     index of the prompt    keys of all runs of GRAM tokens, sorted once; a query is two binary searches
-    index of the answer    a table key -> the latest ends, one entry a token
+    index of the answer    a table key -> the latest ends, one entry a token; brought up beside a pass, when many have come, or when it is
+                           asked
     a match                while new tokens continue it, it stays the longest one and costs nothing; else the index is asked
 
 Lengths are compared up to MAX_COMPARED tokens back, over at most MAX_CANDIDATES of the latest occurrences; of equal lengths the
@@ -25,6 +26,8 @@ log = logging.getLogger("q27app.engine")
 GRAM = 4
 MAX_CANDIDATES = 32
 MAX_COMPARED = 64
+MAX_UNINDEXED = 256
+"""Tokens of the answer that may wait to be indexed."""
 MIN_MATCH = 12
 """Shortest match that is proposed on its own."""
 
@@ -42,6 +45,7 @@ class SuffixIndex:
         self._order = np.argsort(keys, kind="stable").astype(np.int32)
         self._sorted = keys[self._order]
         self._recent: dict[int, deque[int]] = {}
+        self._num_indexed = self._size
         self._source = 0
         """The match: the text before this position equals the text's end; 0 = none."""
         self._length = 0
@@ -64,13 +68,20 @@ class SuffixIndex:
             self._tokens = np.concatenate([self._tokens[:before], np.empty(size, np.int32)])
         self._tokens[before:size] = tokens
         self._size = size
-        start = max(0, before - GRAM)  # the runs that ended one token ago may now be found: something follows them
-        for place, key in enumerate(_few_keys(self._tokens[start:size - 1]), start + GRAM):
-            self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(place)
+        if size - self._num_indexed > MAX_UNINDEXED:
+            self.bring_up()
         if self._length and self._tokens[self._source:self._source + len(tokens)].tolist() == list(tokens):
             self._source, self._length = self._source + len(tokens), self._length + len(tokens)
         else:
             self._find()
+
+    def bring_up(self) -> None:
+        """Index the runs that something follows by now."""
+        if self._num_indexed == self._size:
+            return
+        start, self._num_indexed = max(0, self._num_indexed - GRAM), self._size
+        for place, key in enumerate(_few_keys(self._tokens[start:self._size - 1]), start + GRAM):
+            self._recent.setdefault(key, deque(maxlen=MAX_CANDIDATES)).append(place)
 
     def _find(self) -> None:
         """Ask the index for the longest earlier occurrence of the end."""
@@ -93,6 +104,7 @@ class SuffixIndex:
 
     def _candidates(self, key: int) -> np.ndarray:
         """Ends of earlier runs with this key, ascending, the latest MAX_CANDIDATES of prompt and answer."""
+        self.bring_up()
         wanted = np.uint64(key)
         low, high = int(self._sorted.searchsorted(wanted)), int(self._sorted.searchsorted(wanted, "right"))
         answer = self._recent.get(key)
@@ -192,6 +204,8 @@ class NoIndex:
 
     match_length = 0
 
+    def bring_up(self) -> None: ...
+
     def __len__(self) -> int:
         return sys.maxsize
 
@@ -208,6 +222,20 @@ def index_of(sequence: Sequence) -> SuffixIndex | NoIndex:
         elif len(index) < len(sequence.tokens):
             index.extend(sequence.tokens[len(index):])
     except MemoryError:
-        log.warning("host memory has ended: repeats in the text of request %s are not looked for", sequence.request.id)
-        index = sequence.suffix_index = NoIndex()
+        index = _without(sequence)
     return index
+
+
+def bring_up(sequence: Sequence) -> None:
+    """Index what has come, at a time when nobody waits for it."""
+    try:
+        if sequence.suffix_index is not None:
+            sequence.suffix_index.bring_up()
+    except MemoryError:
+        _without(sequence)
+
+
+def _without(sequence: Sequence) -> NoIndex:
+    log.warning("host memory has ended: repeats in the text of request %s are not looked for", sequence.request.id)
+    sequence.suffix_index = NoIndex()
+    return sequence.suffix_index

@@ -24,7 +24,7 @@ from typing import Any
 from q27app.engine.common_ids import CommonIds
 from q27app.engine.depth import DepthControl, PassPrices
 from q27app.engine.draft_mtp import MtpDrafter
-from q27app.engine.draft_suffix import GRAM, MIN_MATCH, index_of, may_match
+from q27app.engine.draft_suffix import GRAM, MIN_MATCH, bring_up, index_of, may_match
 from q27app.engine.drafter import shares_of
 from q27app.engine.request import is_open
 from q27app.engine.sequence import Sequence
@@ -131,6 +131,12 @@ class Drafts:
         return drafts
 
     def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
+        """The device is at work: begin the next chains, then do what nobody should wait for between two passes."""
+        self._begin_chains(sequences, drafted)
+        for sequence in sequences if self._uses_suffix else ():
+            bring_up(sequence)
+
+    def _begin_chains(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
         """Begin the next chains before anybody knows where they begin, unless the text repeats: then drafts are free, or a
         chain is worth more with what the repeat adds to it, and both must be known first."""
         self._flight = None

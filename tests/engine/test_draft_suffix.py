@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from q27app.engine import draft_suffix
+from q27app.engine.depth import PassPrices
 from q27app.engine.draft_suffix import GRAM, MAX_COMPARED, SuffixIndex, index_of, may_match
-from q27app.engine.request import Request
+from q27app.engine.drafts import Drafts
+from q27app.engine.request import Request, SamplingParams
 from q27app.engine.sequence import Sequence
 
 
@@ -66,6 +69,41 @@ def test_a_text_that_did_not_repeat_need_not_be_looked_at_for_a_while(prompt, ru
             index_of(sequence)
         else:
             assert plain_length(sequence.tokens) < min_match
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[int]:
+    """How many tokens were indexed, each time that some were."""
+    sizes, inner = [], draft_suffix._few_keys
+    monkeypatch.setattr(draft_suffix, "_few_keys", lambda tokens: sizes.append(len(tokens)) or inner(tokens))
+    return sizes
+
+
+def test_what_has_come_is_indexed_while_the_device_is_at_work(asked):
+    text = np.random.default_rng(1).integers(0, 1000, 300).tolist()
+    sequence = Sequence(Request("r", (*text, *text[:20]), SamplingParams(max_tokens=100)), lambda event: None, 100)
+    drafts = Drafts(None, True, 15, PassPrices(), fixed=True)
+    assert drafts.propose([sequence], [15]) == [text[20:35]] and not asked
+    sequence.append(tuple(text[20:35]))
+    assert drafts.propose([sequence], [15]) == [text[35:50]] and not asked
+    drafts.go_ahead([sequence], [15])
+    assert asked == [15 + GRAM - 1]
+    drafts.go_ahead([sequence], [15])
+    assert len(asked) == 1
+
+
+def test_tokens_that_continue_a_match_are_indexed_together(asked):
+    """A copied text is long, and the card waits for its next drafts."""
+    text = np.random.default_rng(1).integers(0, 1000, 3000).tolist()
+    index = SuffixIndex(text + text[:GRAM])
+    for start in range(GRAM, 2004, 16):
+        assert index.propose(16, GRAM) == text[start:start + 16]
+        index.extend(text[start:start + 16])
+    assert len(asked) == 7 and index.match_length == 2004
+    index.extend([1001, 1002])
+    assert not index.match_length and index.propose(4, GRAM) == []
+    index.extend(text[1000:1008])
+    assert index.match_length == 8 and index.propose(4, GRAM) == text[1008:1012]
 
 
 def test_a_period_goes_on():

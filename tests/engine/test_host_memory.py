@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from q27app.engine import disk_cache, draft_suffix, scheduler, snapshot_cache
 from q27app.engine.disk_entry import write_entry
 from q27app.engine.disk_reading import Reading
-from q27app.engine.draft_suffix import index_of, may_match
+from q27app.engine.draft_suffix import bring_up, index_of, may_match
 from q27app.engine.host_cache import HostCache
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.engine.sequence import Sequence
@@ -199,6 +199,7 @@ def test_repeats_are_not_looked_for_where_their_index_finds_no_memory(caplog, mo
         index = index_of(sequence)
         assert not index.match_length and index.propose(5) == [] and not may_match(sequence, 4)
         sequence.append((1, 2, 3))
+    bring_up(sequence)
     assert len([record for record in caplog.records if "repeats in the text of request long" in record.getMessage()]) == 1
 
 
