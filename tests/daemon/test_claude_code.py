@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from q27app.daemon.serve import hosting
 
 from .agent_script import Agent
 from .real_clients import claude_environment, install, run
+
+
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+"""A picture of one point, PNG."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,27 @@ async def test_claude_code_reads_edits_and_runs(start, tokenizer, claude_code, t
     wanted = 'colour = "<blue> & \\"green\\""\nsize = 3\n'
     assert (note.read_text(), (work / "copy.txt").read_text()) == (wanted, wanted)
     assert agent.num_turns == 4
+    assert [reply for reply in running.replies if reply[0] == "POST" and not 200 <= reply[2] < 300] == []
+
+
+@pytest.mark.long
+async def test_claude_code_goes_on_after_it_has_looked_at_a_picture(start, tokenizer, claude_code, tmp_path):
+    """It sends what it saw with every later turn."""
+    work = tmp_path / "claude-home" / "work"
+    work.mkdir(parents=True)
+    (work / "dot.png").write_bytes(base64.b64decode(DOT))
+    template = open_template({}, tokenizer, "qwen3.8")
+    agent = Agent(tokenizer, template.dialect, "Read", [
+        ("I look at it.", "Read", {"file_path": str(work / "dot.png")}),
+        ("I cannot see it; I copy it.", "Bash", {"command": "cp dot.png copy.png", "description": "copies"}),
+    ], "Copied, unseen.")
+    running = await start(agent.answer, template=template, max_context=400_000, slots=4)
+    code, out, err = await ask(
+        claude_code, running.url, tmp_path / "claude-home", "look at dot.png and copy it", "--allowedTools", "Read", "Bash"
+    )
+    assert (code, out.strip()) == (0, "Copied, unseen."), err
+    assert (work / "copy.png").read_bytes() == (work / "dot.png").read_bytes()
+    assert all("an image that this model cannot see" in prompt for prompt in agent.prompts[1:]) and agent.num_turns == 3
     assert [reply for reply in running.replies if reply[0] == "POST" and not 200 <= reply[2] < 300] == []
 
 
