@@ -87,8 +87,8 @@ async def test_a_request_that_is_not_in_the_engine_yet_can_be_cancelled(start, p
 
 
 @pytest.mark.parametrize("who", ["daemon", "operator"])
-async def test_a_request_that_waits_for_the_model_is_told_at_once_that_it_was_cancelled(start, who):
-    running = await start()
+async def test_a_request_that_waits_for_the_model_is_told_at_once_that_it_was_cancelled(start, with_server, who):
+    running = await start(config=with_server(load_wait_s=600.0))
     running.engine.state.state = "loading"
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     asked = asyncio.create_task(whole(running, "/v1/messages", body))
