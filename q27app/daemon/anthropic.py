@@ -107,7 +107,7 @@ def _part(item: Any, where: str) -> Part | None:
     if text is not None:
         return TextPart(text)
     if kind in _IMAGES:
-        raise BadRequest(f"{where}: {kind} content is not supported; this model reads text only.", param=where)
+        raise fields.not_text(kind, where)
     if kind == "thinking":
         return ReasoningPart(fields.string(item, "thinking") or "")
     if kind == "tool_use":

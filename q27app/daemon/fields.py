@@ -290,6 +290,12 @@ def unseen(kind: Any) -> str:
     return "[an image that this model cannot see]" if "image" in str(kind) else "[a file that this model cannot read]"
 
 
+def not_text(kind: Any, where: str) -> BadRequest:
+    """The refusal of what a person sent."""
+    return BadRequest(f"{where}: {str(kind)[:40]} content is not supported; this model reads text only.",
+                      "Go back to before it or begin a new conversation, as the whole of one is sent with each turn.", where)
+
+
 def content_text(content: Any, where: str, text_kinds: tuple[str, ...], is_result: bool = False) -> str:
     """A string, or the text of its parts; "" for anything else. Raises BadRequest for parts that are not text, unless it is the result
     of a tool."""
@@ -307,8 +313,5 @@ def content_text(content: Any, where: str, text_kinds: tuple[str, ...], is_resul
         elif isinstance(part, dict) and is_result:
             texts.append(unseen(kind))
         elif isinstance(part, dict):
-            raise BadRequest(
-                f"{where}[{index}]: {str(kind)[:40]} content is not supported; this model reads text only.",
-                param=f"{where}[{index}]",
-            )
+            raise not_text(kind, f"{where}[{index}]")
     return "".join(texts)

@@ -218,7 +218,7 @@ async def test_everything_that_coding_agents_send_is_accepted(start):
         ({"messages": [{"role": "oracle", "content": "x"}]}, "'oracle'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]: image",
+            "messages[0].content[0]: image content is not supported; this model reads text only. Go back to before it",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}]}]},
