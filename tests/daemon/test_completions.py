@@ -34,7 +34,7 @@ async def test_each_prompt_has_its_answers_in_order(start, tokenizer):
 async def test_the_official_client_sends_several_prompts(start, tokenizer):
     openai = pytest.importorskip("openai")
     running = await start(echo(tokenizer), slots=2)
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=600.0) as client:
         reply = await client.completions.create(model="tiny-1", prompt=["a", "b", "c"])
     assert [choice.text for choice in reply.choices] == ["<a:0>", "<b:0>", "<c:0>"]
 

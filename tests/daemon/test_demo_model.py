@@ -25,7 +25,7 @@ async def test_a_tool_call_and_its_result_go_round(config, dialect):
         async with asyncio.timeout(300):
             while engine.status().state != "ready":
                 await asyncio.sleep(0.02)
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=600.0) as client:
             messages = [{"role": "user", "content": "What is the weather in Oslo?"}]
             asked = await client.messages.create(model="demo", max_tokens=100, messages=messages, tools=[TOOL])
             assert asked.stop_reason == "tool_use"

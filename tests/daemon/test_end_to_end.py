@@ -43,7 +43,7 @@ async def serving(nano, config):
 
 async def test_both_sdks_read_the_same_answer_streamed_and_whole(serving):
     url, _ = serving
-    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as gpt:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=600.0) as gpt:
         chain = await gpt.completions.create(model="nano", prompt=[1000, 1001, 1002], max_tokens=8)
         assert chain.choices[0].text == " t1003 t1004 t1005 t1006 t1007 t1008 t1009 t1010"
         assert (chain.usage.prompt_tokens, chain.usage.completion_tokens) == (3, 8)
@@ -53,7 +53,7 @@ async def test_both_sdks_read_the_same_answer_streamed_and_whole(serving):
         assert "".join(pieces) == whole.choices[0].message.content != ""
         assert whole.choices[0].finish_reason == "length"
         assert whole.choices[0].logprobs.content[0].logprob <= 0
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as claude:
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0, timeout=600.0) as claude:
         message = await claude.messages.create(model="nano", messages=MESSAGES, max_tokens=24)
         async with claude.messages.stream(model="nano", messages=MESSAGES, max_tokens=24) as stream:
             final = await stream.get_final_message()
@@ -70,7 +70,7 @@ async def test_both_sdks_read_the_same_answer_streamed_and_whole(serving):
 
 async def test_a_client_that_leaves_frees_its_slot(serving):
     url, engine = serving
-    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as gpt:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=600.0) as gpt:
         stream = await gpt.completions.create(model="nano", prompt=[1000], max_tokens=1000, stream=True)
         async for _ in stream:
             break
@@ -89,7 +89,7 @@ async def test_masks_of_a_form_hold_in_the_real_engine(serving):
     schema = {"type": "object", "properties": properties, "required": ["ok", "kind"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as gpt:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0, timeout=600.0) as gpt:
         given = {"model": "nano", "messages": MESSAGES, "max_tokens": 500}
         for temperature in (0, 1):
             reply = await gpt.chat.completions.create(

@@ -25,7 +25,7 @@ async def gpt():
 
     def make(running, **options):
         clients.append(
-            openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="placeholder", max_retries=0, **options)
+            openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="placeholder", max_retries=0, **{"timeout": 600.0} | options)
         )
         return clients[-1]
 

@@ -25,7 +25,7 @@ async def claude():
 
     def make(running, **options):
         clients.append(
-            anthropic.AsyncAnthropic(base_url=running.url, api_key="placeholder", max_retries=0, **options)
+            anthropic.AsyncAnthropic(base_url=running.url, api_key="placeholder", max_retries=0, **{"timeout": 600.0} | options)
         )
         return clients[-1]
 
@@ -41,7 +41,7 @@ async def gpt():
 
     def make(running, **options):
         clients.append(
-            openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="placeholder", max_retries=0, **options)
+            openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="placeholder", max_retries=0, **{"timeout": 600.0} | options)
         )
         return clients[-1]
 
@@ -214,7 +214,7 @@ async def test_keys_of_both_kinds_open_the_door(start, claude, gpt, with_server)
     running = await start(config=with_server(api_keys=("placeholder",)))
     assert (await claude(running).messages.create(model="m", max_tokens=5, messages=MESSAGES)).content
     assert (await gpt(running).chat.completions.create(model="m", messages=MESSAGES)).choices
-    stranger = anthropic.AsyncAnthropic(base_url=running.url, api_key="other", max_retries=0)
+    stranger = anthropic.AsyncAnthropic(base_url=running.url, api_key="other", max_retries=0, timeout=600.0)
     with pytest.raises(anthropic.AuthenticationError):
         await stranger.messages.create(model="m", max_tokens=5, messages=MESSAGES)
     await stranger.close()
