@@ -44,8 +44,10 @@ def test_closing_does_not_wait_for_what_is_read_early(tmp_path, monkeypatch):
     while len(seen) < min(disk_entry.READERS, len(entry.digests)):
         time.sleep(0.001)
     readings = list(cache._early)
-    threading.Thread(target=lambda: (until(lambda: any(reading._is_stopped for reading in readings)), gate.set())).start()
+    lets_go = threading.Thread(target=lambda: (until(lambda: any(reading._is_stopped for reading in readings)), gate.set()))
+    lets_go.start()
     cache.close()
+    lets_go.join()
     assert len(seen) <= disk_entry.READERS and entry.path.exists()
 
 

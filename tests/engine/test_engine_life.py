@@ -170,8 +170,10 @@ def test_close_ends_running_and_waiting_requests_and_orders(open_engine):
     waiting = ask(engine, "waiting")
     assert running.has_begun.wait(WAIT_S)
     order = engine.drain()
-    threading.Thread(target=lambda: (until(lambda: engine._is_closing), hold.set())).start()
+    lets_go = threading.Thread(target=lambda: (until(lambda: engine._is_closing), hold.set()))
+    lets_go.start()
     engine.close()
+    lets_go.join()
     for answer in (running.wait(), waiting.wait()):
         assert answer.finish is FinishReason.ERROR and isinstance(answer.last.error, Overloaded)
     assert isinstance(order.exception(WAIT_S), EngineDied)
@@ -194,7 +196,7 @@ def test_twenty_starts_and_stops_leave_no_thread_and_no_memory(open_engine):
         engine.close()
         assert index % 2 == 0 or answer.is_done.is_set()
         assert loaded.model.backend.is_closed or engine.max_context is None
-    assert threading.active_count() == before
+    until(lambda: threading.active_count() <= before)
 
 
 def test_an_engine_that_was_never_started_can_be_closed_and_refuses():
