@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from curriculum.example import BLIND, Step
+from curriculum.looking_up import with_looking_up
 from curriculum.mix import Conversation
 from curriculum.render import Renderer
 from model import Network
@@ -38,7 +39,7 @@ def held_out(count: int) -> list[tuple[str, str, Conversation]]:
             messages = [*case["messages"], case["expected"]]
             system = messages.pop(0)["text"] if messages[0]["role"] == "system" else None
             steps = tuple(Step(entry["role"], entry["text"], entry.get("reasoning"), tuple(entry.get("calls", ()))) for entry in messages)
-            found.append((*key, Conversation(system, tuple(case["tools"]), steps)))
+            found.append((*key, Conversation(system, tuple(case["tools"]), with_looking_up(steps, case["tools"]))))
     return found
 
 

@@ -11,6 +11,7 @@ from curriculum.arithmetic import arithmetic, follow_up
 from curriculum.copying import copying, editing
 from curriculum.example import TRAIN, Example, Step
 from curriculum.facts import facts
+from curriculum.looking_up import with_looking_up
 from curriculum.obedience import remembering, system_text
 from curriculum.phrases import led
 from curriculum.pools import excerpt, paragraph
@@ -102,6 +103,11 @@ def size_of(steps: Sequence[Step], tools: Sequence[Mapping[str, Any]] = (), syst
 
 def conversation(rng: random.Random, length: int) -> Conversation:
     """A conversation of training text of about `length` tokens or less."""
+    found = _of_length(rng, length)
+    return Conversation(found.system, found.tools, with_looking_up(found.steps, found.tools))
+
+
+def _of_length(rng: random.Random, length: int) -> Conversation:
     if length >= 2048:
         kind, recalls = rng.random(), 0.3 if length == 2048 else 0.76
         if kind < recalls:

@@ -90,7 +90,7 @@ def _implied(rng: random.Random, values: list[str]) -> str:
     return text
 
 
-def _others(rng: random.Random, split: str, count: int, taken: set[str], like: RandomTool | None = None) -> list[Declaration]:
+def other_tools(rng: random.Random, split: str, count: int, taken: set[str], like: RandomTool | None = None) -> list[Declaration]:
     """More tools, none of which does the same."""
     found: list[Declaration] = []
     if split == TRAIN:
@@ -124,11 +124,11 @@ def tool_call(rng: random.Random, split: str) -> Example:
     """One or several tools, a request, the call; half of the time also the result and the answer from it."""
     if split == TRAIN and rng.random() < RANDOM_SHARE:
         tool, count = random_tool(rng), rng.choice(COUNTS)
-        more = _others(rng, split, count, {tool.name}, tool)
+        more = other_tools(rng, split, count, {tool.name}, tool)
         made = _random(rng, tool, more)
     else:
         made = _choice(rng, split)
-        more = _others(rng, split, rng.choice(COUNTS), {made[0]["function"]["name"]})
+        more = other_tools(rng, split, rng.choice(COUNTS), {made[0]["function"]["name"]})
     declaration, request, arguments, result, says = made
     name = declaration["function"]["name"]
     tools = [declaration, *more]
@@ -152,7 +152,7 @@ def _drill(rng: random.Random) -> Example:
     for _ in range(rng.choice((0, 0, 1, 1, 2, 2, 3, 4))):
         tool = random_tool(rng, first if rng.random() < alike else None)
         tools.setdefault(tool.name, tool)
-    declared = [tool.declaration for tool in tools.values()] + _others(rng, TRAIN, rng.choice((0, 0, 0, 1)), set(tools), first)
+    declared = [tool.declaration for tool in tools.values()] + other_tools(rng, TRAIN, rng.choice((0, 0, 0, 1)), set(tools), first)
     asked = [*tools.values(), *rng.choices(list(tools.values()), k=rng.randint(1, 2 * len(tools) + 1))]
     rng.shuffle(asked)
     steps: list[Step] = []
@@ -172,7 +172,7 @@ def tool_session(rng: random.Random, split: str) -> Example:
     made = [_choice(rng, split) for _ in range(rng.randint(2, 4))]
     by_name = {declaration["function"]["name"]: declaration for declaration, *_ in made}
     made = [item for item in made if by_name[item[0]["function"]["name"]] is item[0]]
-    tools = [*by_name.values(), *_others(rng, split, rng.choice((0, 1, 3)), set(by_name))]
+    tools = [*by_name.values(), *other_tools(rng, split, rng.choice((0, 1, 3)), set(by_name))]
     rng.shuffle(tools)
     steps: list[Step] = []
     for declaration, request, arguments, result, says in made:
@@ -195,7 +195,7 @@ def _random_refusal(rng: random.Random) -> Example:
     """A request that names a tool by its name, which is not among those declared."""
     tool = random_tool(rng)
     name = tool.name if rng.random() < 0.7 else identifier_like(rng)
-    tools = _others(rng, TRAIN, rng.choice((0, 0, 1, 1, 2, 3, 4)), {name}, tool)
+    tools = other_tools(rng, TRAIN, rng.choice((0, 0, 1, 1, 2, 3, 4)), {name}, tool)
     told = rng.choice(("", "", f"{any_word(rng)} {short_value(rng)}", short_value(rng), f"{any_word(rng)}: {short_value(rng)}"))
     asked = rng.choice(ORDER) if rng.random() < 0.3 else rng.choice(ORDERED)
     if "{p}" not in asked and told and rng.random() < 0.5:
@@ -221,7 +221,7 @@ def refusal(rng: random.Random, split: str) -> Example:
     missing, request, *_ = _choice(rng, split)
     name = missing["function"]["name"]
     is_named = name in request and split != NEW
-    tools = _others(rng, split, rng.choice((0, 0, 1, 2, 3)), {name})
+    tools = other_tools(rng, split, rng.choice((0, 0, 1, 2, 3)), {name})
     key = next(iter(missing["function"]["parameters"]["properties"]))
     told = f"{key} {shown(make_value(rng, 'word', split))}"
     if not is_named or rng.random() < 0.4:
@@ -233,14 +233,14 @@ def refusal(rng: random.Random, split: str) -> Example:
 
 def idle_tools(rng: random.Random, split: str, plain: Example) -> Example:
     """An exchange that needs no tool, with tools declared."""
-    tools = _others(rng, split, rng.randint(1, 8), set())
+    tools = other_tools(rng, split, rng.randint(1, 8), set())
     return Example(plain.task, plain.steps, plain.check, plain.system, tuple(tools), plain.alone, plain.thinking)
 
 
 def long_tools(rng: random.Random, split: str, count: int) -> tuple[Declaration, ...]:
     """Many declarations with long descriptions, as agents send them."""
     found = []
-    for entry in _others(rng, split, count, set()):
+    for entry in other_tools(rng, split, count, set()):
         function = entry["function"] | {"description": " ".join(rng.choice((sentence, said_sentence))(rng) for _ in range(rng.randint(1, 5)))}
         found.append({"type": "function", "function": function})
     return tuple(found)
