@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -30,7 +31,7 @@ from data import XML_SHARE  # noqa: E402
 from model import Config, Network  # noqa: E402
 from optimizer import make_optimizers  # noqa: E402
 from quantise import Rounding  # noqa: E402
-from train import DRAFT_WEIGHT, MATRIX_LR, OTHER_LR, losses_of  # noqa: E402
+from train import DRAFT_PART, DRAFT_WEIGHT, MATRIX_LR, OTHER_LR, ahead  # noqa: E402
 
 LENGTHS = {512: 60, 1024: 36, 2048: 4}
 """Length class -> its share of the steps, percent."""
@@ -52,13 +53,14 @@ def learning_rate(step: int, share: float, highest: float) -> float:
     return highest * min(1.0, (step + 1) / WARMUP_STEPS) * fall
 
 
-def make_rows(renderer: object, rng: random.Random, length: int, count: int, general: float) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64, weights float32), both [count, length]; `general` of the rows are of the whole mixture."""
+def make_rows(renderer: object, rng: random.Random, length: int, count: int, general: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids int64, weights float32), both [count, length], and which rows have nothing looked up, bool [count]; `general` of the rows are
+    of the whole mixture."""
     from curriculum.looking_up import lookup_drill, with_looking_up
     from curriculum.mix import Conversation, conversation
 
     tokens = np.full((count, length), renderer.tokenizer.control_ids["<|endoftext|>"], np.int64)
-    weights = np.zeros((count, length), np.float32)
+    weights, plain = np.zeros((count, length), np.float32), np.zeros(count, bool)
     row, is_general = 0, rng.random() < general
     while row < count:
         if is_general:
@@ -69,8 +71,9 @@ def make_rows(renderer: object, rng: random.Random, length: int, count: int, gen
         ids, weight = renderer.training(found, "xml" if rng.random() < XML_SHARE else "json")
         if len(ids) <= length and (is_general or len(ids) > FULL * length):
             tokens[row, :len(ids)], weights[row, :len(ids)] = ids, weight
+            plain[row] = is_general and not any("Which tool takes" in f"{step.text}{step.reasoning}" for step in found.steps)
             row, is_general = row + 1, rng.random() < general
-    return tokens, weights
+    return tokens, weights, plain
 
 
 def work(tokenizer_path: str, num_tokens: int, general: float, seed: int, out: object) -> None:
@@ -89,10 +92,35 @@ def work(tokenizer_path: str, num_tokens: int, general: float, seed: int, out: o
         out.put(make_rows(renderer, rng, length, num_tokens // length, general))
 
 
+def losses_beside(network: Network, teacher: Network | None, tokens: torch.Tensor, weights: torch.Tensor, plain: torch.Tensor,
+                  has_drafts: bool) -> list[torch.Tensor]:
+    """As `losses_of` with one depth of drafts or none; but rows where nothing is looked up have the teacher's distribution for their
+    target where the model writes, so that what it knew stays as it was."""
+    hidden = network.hidden(tokens)
+    logits = network.head(hidden).float()
+    weight = ahead(weights, 1)
+    by_text = weight * ~plain[:, None] if teacher is not None else weight
+    losses = F.cross_entropy(logits.flatten(0, 1), ahead(tokens, 1).flatten(), reduction="none") * by_text.flatten()
+    found = [losses.sum() / by_text.sum().clamp(min=1.0)]
+    if teacher is not None and plain.any():
+        written = weight[plain] == 1.0
+        with torch.no_grad():
+            target = teacher.head(teacher.hidden(tokens[plain])[written]).float().log_softmax(-1)
+        found[0] = found[0] + F.kl_div(logits[plain][written].log_softmax(-1), target, reduction="batchmean", log_target=True)
+    if has_drafts:
+        kept = max(1, len(tokens) // DRAFT_PART)
+        draft = network.draft(hidden[:kept], ahead(tokens[:kept], 1))
+        weight = (ahead(weights[:kept], 2) == 1.0).flatten()
+        losses = network.parts["row_losses"](network, draft.flatten(0, 1), ahead(tokens[:kept], 2).flatten())
+        found.append((losses * weight).sum() / weight.sum().clamp(min=1.0))
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--start", type=Path, required=True, metavar="HALF.pt", help="weights to go on from")
+    parser.add_argument("--keep", type=Path, metavar="HALF.pt", help="weights whose answers are kept where nothing is looked up")
     parser.add_argument("--out", type=Path, required=True, metavar="NEW.pt")
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--highest", type=float, default=0.1, metavar="FACTOR", help="of the base rates")
@@ -111,6 +139,12 @@ def save(path: Path, network: Network, start: dict) -> None:
     os.replace(aside, path)
 
 
+def network_of(saved: dict) -> Network:
+    network = Network(Config())
+    network.load_state_dict({name: value.float() for name, value in saved["weights"].items()})
+    return network
+
+
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
@@ -121,9 +155,10 @@ def main() -> None:
     worker = context.Process(target=work, daemon=True, args=(str(options.tokenizer), options.tokens, options.general, options.seed, queue))
     worker.start()
     start = torch.load(options.start, map_location="cpu", weights_only=False)
-    network = Network(Config())
-    network.load_state_dict({name: value.float() for name, value in start["weights"].items()})
+    network, teacher = network_of(start), None
     network.compile_parts()
+    if options.keep:
+        teacher = network_of(torch.load(options.keep, map_location="cpu", weights_only=False))
     optimizers, rounding = make_optimizers(network, MATRIX_LR, OTHER_LR), Rounding(network)
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     began, step = time.monotonic(), 0
@@ -132,13 +167,13 @@ def main() -> None:
         for optimizer, base in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, base, strict=True):
                 group["lr"] = rate * factor
-        tokens, weights = map(torch.from_numpy, queue.get())
+        tokens, weights, plain = map(torch.from_numpy, queue.get())
         has_drafts = (share > DRAFTS_FROM or step % DRAFT_EVERY == 0) and tokens.shape[1] <= DRAFT_MAX_LENGTH
         is_rounded = random.random() < ROUND_SHARE
         if is_rounded:
             rounding.apply()
         with torch.autocast("cpu", torch.bfloat16):
-            losses = losses_of(network, tokens, weights, int(has_drafts))
+            losses = losses_beside(network, teacher, tokens, weights, plain, has_drafts)
         (losses[0] + DRAFT_WEIGHT * sum(losses[1:])).backward()
         if is_rounded:
             rounding.restore()
