@@ -84,17 +84,23 @@ def make_batch(renderer: object, rng: random.Random, length: int, num_tokens: in
     return tokens, weights
 
 
-def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: object, longest: int) -> None:
-    """A worker: batches of length classes up to `longest` into the queue until it is ended."""
+def renderer_of_worker(tokenizer_path: str) -> object:
+    """In a process of its own that makes text: one thread, behind the process that trains; made words are of all the tokenizer's pieces."""
     torch.set_num_threads(1)
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     from curriculum.random_words import know_pieces
     from curriculum.render import Renderer
     from q27app.chat.tokenizer import Tokenizer
 
-    os.nice(5)  # the process that launches the card's work goes first
-    renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
+    os.nice(5)
+    renderer = Renderer(Tokenizer.from_file(tokenizer_path))
     know_pieces([renderer.tokenizer.decode([token]) for token in range(min(renderer.tokenizer.control_ids.values()))])
+    return renderer
+
+
+def work(tokenizer_path: str, num_tokens: int, seed: int, out: object, share: object, longest: int) -> None:
+    """A worker: batches of length classes up to `longest` into the queue until it is ended."""
+    renderer, rng = renderer_of_worker(tokenizer_path), random.Random(seed)
     while True:
         shares = {length: part for length, part in (EARLY_SHARES if share.value < EARLY else SHARES).items() if length <= longest}
         length = rng.choices(list(shares), list(shares.values()))[0]

@@ -71,19 +71,26 @@ def ahead(values: torch.Tensor, steps: int) -> torch.Tensor:
 
 def losses_of(network: Network, tokens: torch.Tensor, weights: torch.Tensor, depths: int) -> list[torch.Tensor]:
     """[main, draft depth 1, ... depths] for tokens and their weights [batch, time]."""
-    hidden, found, pairs = network.hidden(tokens), [], []
-    for depth in range(depths + 1):
-        if depth == 1:
-            kept = max(1, len(tokens) // DRAFT_PART)
-            hidden, tokens, weights = hidden[:kept], tokens[:kept], weights[:kept]
-        if depth:
-            hidden = network.draft(hidden, ahead(tokens, depth), depth, pairs)
-        weight = ahead(weights, depth + 1).flatten()
-        if depth:
-            weight = weight * (weight == 1.0)  # drafts are made of what the model writes
-        losses = network.parts["row_losses"](network, hidden.flatten(0, 1), ahead(tokens, depth + 1).flatten())
-        found.append((losses * weight).sum() / weight.sum().clamp(min=1.0))
+    hidden = network.hidden(tokens)
+    return [mean_loss(network, hidden, ahead(tokens, 1), ahead(weights, 1)), *draft_losses(network, hidden, tokens, weights, depths)]
+
+
+def draft_losses(network: Network, hidden: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, depths: int) -> list[torch.Tensor]:
+    """[depth 1, ... depths], of some of the sequences; hidden: `network.hidden(tokens)`."""
+    found, pairs, kept = [], [], max(1, len(tokens) // DRAFT_PART)
+    hidden, tokens, weights = hidden[:kept], tokens[:kept], weights[:kept]
+    for depth in range(1, depths + 1):
+        hidden = network.draft(hidden, ahead(tokens, depth), depth, pairs)
+        weight = ahead(weights, depth + 1)
+        weight = weight * (weight == 1.0)  # drafts are made of what the model writes
+        found.append(mean_loss(network, hidden, ahead(tokens, depth + 1), weight))
     return found
+
+
+def mean_loss(network: Network, hidden: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of rows after a final norm, in the mean by weight; hidden [batch, time, hidden], the others [batch, time]."""
+    losses, weight = network.parts["row_losses"](network, hidden.flatten(0, 1), targets.flatten()), weight.flatten()
+    return (losses * weight).sum() / weight.sum().clamp(min=1.0)
 
 
 def drafts_of(length: int) -> int:

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from data import XML_SHARE  # noqa: E402
+from data import XML_SHARE, renderer_of_worker  # noqa: E402
 from model import Config, Network  # noqa: E402
 from optimizer import make_optimizers  # noqa: E402
 from quantise import Rounding  # noqa: E402
-from train import DRAFT_PART, DRAFT_WEIGHT, MATRIX_LR, OTHER_LR, ahead  # noqa: E402
+from train import DRAFT_WEIGHT, MATRIX_LR, OTHER_LR, ahead, draft_losses, mean_loss, save_half  # noqa: E402
 
 LENGTHS = {512: 60, 1024: 36, 2048: 4}
 """Length class -> its share of the steps, percent."""
@@ -56,7 +56,7 @@ def learning_rate(step: int, share: float, highest: float) -> float:
 def make_rows(renderer: object, rng: random.Random, length: int, count: int, general: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(ids int64, weights float32), both [count, length], and which rows have nothing looked up, bool [count]; `general` of the rows are
     of the whole mixture."""
-    from curriculum.looking_up import lookup_drill, with_looking_up
+    from curriculum.looking_up import ASKS, lookup_drill, with_looking_up
     from curriculum.mix import Conversation, conversation
 
     tokens = np.full((count, length), renderer.tokenizer.control_ids["<|endoftext|>"], np.int64)
@@ -71,22 +71,14 @@ def make_rows(renderer: object, rng: random.Random, length: int, count: int, gen
         ids, weight = renderer.training(found, "xml" if rng.random() < XML_SHARE else "json")
         if len(ids) <= length and (is_general or len(ids) > FULL * length):
             tokens[row, :len(ids)], weights[row, :len(ids)] = ids, weight
-            plain[row] = is_general and not any("Which tool takes" in f"{step.text}{step.reasoning}" for step in found.steps)
+            plain[row] = is_general and not any(ASKS in f"{step.text}{step.reasoning}" for step in found.steps)
             row, is_general = row + 1, rng.random() < general
     return tokens, weights, plain
 
 
 def work(tokenizer_path: str, num_tokens: int, general: float, seed: int, out: object) -> None:
     """A worker: rows of one length class after the other into the queue until it is ended."""
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(HERE), str(HERE.parent)]
-    from curriculum.random_words import know_pieces
-    from curriculum.render import Renderer
-    from q27app.chat.tokenizer import Tokenizer
-
-    os.nice(3)
-    renderer, rng = Renderer(Tokenizer.from_file(tokenizer_path)), random.Random(seed)
-    know_pieces([renderer.tokenizer.decode([token]) for token in range(min(renderer.tokenizer.control_ids.values()))])
+    renderer, rng = renderer_of_worker(tokenizer_path), random.Random(seed)
     while True:
         length = rng.choices(list(LENGTHS), list(LENGTHS.values()))[0]
         out.put(make_rows(renderer, rng, length, num_tokens // length, general))
@@ -96,24 +88,16 @@ def losses_beside(network: Network, teacher: Network | None, tokens: torch.Tenso
                   has_drafts: bool) -> list[torch.Tensor]:
     """As `losses_of` with one depth of drafts or none; but rows where nothing is looked up have the teacher's distribution for their
     target where the model writes, so that what it knew stays as it was."""
-    hidden = network.hidden(tokens)
-    logits = network.head(hidden).float()
-    weight = ahead(weights, 1)
+    hidden, weight = network.hidden(tokens), ahead(weights, 1)
     by_text = weight * ~plain[:, None] if teacher is not None else weight
-    losses = F.cross_entropy(logits.flatten(0, 1), ahead(tokens, 1).flatten(), reduction="none") * by_text.flatten()
-    found = [losses.sum() / by_text.sum().clamp(min=1.0)]
+    loss = mean_loss(network, hidden, ahead(tokens, 1), by_text)
     if teacher is not None and plain.any():
         written = weight[plain] == 1.0
         with torch.no_grad():
             target = teacher.head(teacher.hidden(tokens[plain])[written]).float().log_softmax(-1)
-        found[0] = found[0] + F.kl_div(logits[plain][written].log_softmax(-1), target, reduction="batchmean", log_target=True)
-    if has_drafts:
-        kept = max(1, len(tokens) // DRAFT_PART)
-        draft = network.draft(hidden[:kept], ahead(tokens[:kept], 1))
-        weight = (ahead(weights[:kept], 2) == 1.0).flatten()
-        losses = network.parts["row_losses"](network, draft.flatten(0, 1), ahead(tokens[:kept], 2).flatten())
-        found.append((losses * weight).sum() / weight.sum().clamp(min=1.0))
-    return found
+        found = network.head(hidden[plain][written]).float().log_softmax(-1)
+        loss = loss + F.kl_div(found, target, reduction="batchmean", log_target=True)
+    return [loss, *draft_losses(network, hidden, tokens, weights, int(has_drafts))]
 
 
 def parse() -> argparse.Namespace:
@@ -129,14 +113,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser.parse_args()
-
-
-def save(path: Path, network: Network, start: dict) -> None:
-    """Weights as `train.py` writes them, with the clock and steps of the run that they go on from."""
-    weights = {name: value.half() if value.dim() == 2 else value for name, value in network.state_dict().items()}
-    aside = path.with_suffix(".part")
-    torch.save({"config": network.config, "weights": weights, "used_seconds": start["used_seconds"], "step": start["step"]}, aside)
-    os.replace(aside, path)
 
 
 def network_of(saved: dict) -> Network:
@@ -186,8 +162,8 @@ def main() -> None:
             print(f"step {step} {time.monotonic() - began:.0f} s, share {share:.3f}, length {tokens.shape[1]}, "
                   f"losses {[round(float(loss.detach()), 4) for loss in losses]}", flush=True)
         if step % SAVE_EVERY == 0:
-            save(options.out, network, start)
-    save(options.out, network, start)
+            save_half(options.out, network, start["used_seconds"], start["step"])
+    save_half(options.out, network, start["used_seconds"], start["step"])
     print(f"{step} steps, {step * options.tokens} tokens, {step * options.tokens / (time.monotonic() - began):.0f} tokens/s")
     worker.terminate()
 

@@ -19,6 +19,8 @@ from curriculum.telling import telling_words
 from curriculum.tool_calls import other_tools
 from curriculum.tool_pool import WRITTEN, Declaration
 
+ASKS = "Which tool takes"
+"""How the lines begin."""
 KNOWN = frozenset(tool.name for tool in WRITTEN)
 """Tools whose own wordings are learnt: their requests need no looking up."""
 COUNTS = (2, 3, 3, 4, 4, 5, 6, 7)
@@ -61,19 +63,14 @@ def looked_up(text: str, tools: Sequence[Declaration], call: Mapping[str, Any]) 
         return ""
     shared = {key for function in functions if function is not own for key in function["parameters"]["properties"]}
     places = {key: _place(text, key) for key in call["arguments"] if key not in shared}
-    keys = sorted((place, key) for key, place in places.items() if place is not None)
-    if not keys:
+    found = sorted((place, key) for key, place in places.items() if place is not None)
+    if not found:
         return ""
-    key = keys[0][1]
-    lines = [f"Which tool takes {key}?"]
-    for function in functions:
-        names = sorted(function["parameters"]["properties"])
-        if function is own:
-            names = names[:names.index(key) + 1]
-        lines.append(f"{function['name']}: {', '.join(names) or 'nothing'}")
-        if function is own:
-            return "\n".join(lines)
-    raise AssertionError("the called tool is among the declared ones")
+    key = found[0][1]
+    names = [sorted(function["parameters"]["properties"]) for function in functions[:functions.index(own) + 1]]
+    names[-1] = names[-1][:names[-1].index(key) + 1]
+    told = [f"{function['name']}: {', '.join(keys) or 'nothing'}" for function, keys in zip(functions, names, strict=False)]
+    return "\n".join((f"{ASKS} {key}?", *told))
 
 
 def with_looking_up(steps: Sequence[Step], tools: Sequence[Declaration]) -> tuple[Step, ...]:
