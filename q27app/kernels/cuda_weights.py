@@ -202,9 +202,8 @@ def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int
     is_few = fused or ready and rows <= FUSED_ROWS
     sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if is_few else 8) * 20 * 4
     fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4
-    if is_few:
-        return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else 0)
-    return fixed + sums + BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
+    ring_bytes = 0 if fused else BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
+    return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else ring_bytes)
 
 
 def unit_count(tensor: "Tensor") -> int:

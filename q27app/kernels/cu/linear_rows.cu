@@ -23,7 +23,7 @@ enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_, COLUMNS = COLUMNS_;   // COLUMNS: rows of 8 whose sums are kept
-  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2, RINGED = !FEW && ROW_RING;   // RINGED: Q4's units
+  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2, RINGED = SOURCE >= HALVES && ROW_RING;   // RINGED: Q4's units
   static constexpr int TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
   static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
@@ -136,7 +136,7 @@ template <int KIND, class S> __device__ __forceinline__ void multiply_half(const
     if constexpr (KIND == KIND_Q4 && S::RINGED) {
       const int ahead = n + ring.UNITS, units = Step<KIND>::UNITS;
       __syncwarp();
-      ring.copy(p.rows_in, n % ring.UNITS, ahead < units ? unit + ahead : next + ahead - units, lane, ahead < units || more);
+      ring.copy(p.rows_in, n % ring.UNITS, ahead < units ? unit + ahead : next + ahead - units, S::FEW ? p.rows : 8, lane, ahead < units || more);
     }
   }
 }
@@ -168,7 +168,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
   if constexpr (KIND == KIND_Q4 && S::RINGED) {
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < ring.UNITS; ++n) ring.copy(p.rows_in, n, way.unit + n, lane, true);
+    for (int n = 0; n < ring.UNITS; ++n) ring.copy(p.rows_in, n, way.unit + n, S::FEW ? p.rows : 8, lane, true);
   }
   bool more;
 #pragma unroll 1
