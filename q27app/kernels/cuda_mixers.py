@@ -120,9 +120,12 @@ class Mixers:
             backend.launch("delta_flow", "delta_flow", grid, threads, shared, args)
             return
         form = delta_forms(dim)[kernel]
+        grid, shared = (form.blocks(heads, dim), batch.num_seqs), 0
         if kernel == "delta_one":
+            if grid[0] * grid[1] <= backend.device.card.num_sms:
+                shared = backend.device.card.sm_shared // 2   # not used, but one is then alone on a multiprocessor, where two would wait for each other
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)
-        backend.launch("delta_step", kernel, (form.blocks(heads, dim), batch.num_seqs), form.threads(dim), 0, args)
+        backend.launch("delta_step", kernel, grid, form.threads(dim), shared, args)
         if not batch.deferred and not is_single:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
 
