@@ -19,7 +19,7 @@ from q27app.weights.demo_tokenizer import train
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-DEMO_SHA256 = "f5a922863369be3ac40986ccb5dca52d9bfe72522371eb7efccff67a1f5d52be"
+DEMO_SHA256 = "14eb609a7e80224cb65fa83ed1eb2494f66bc7702be80a2b8d708403042359a0"
 """Of the bundled model; `training/README.md` says how it is made."""
 
 
