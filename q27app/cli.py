@@ -19,7 +19,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("q27app.cli_run:serve", "Serve a model over HTTP until stopped."),
-    "demo": ("q27app.cli_run:demo", "Ask the bundled model something, to see that everything works."),
+    "demo": ("q27app.cli_run:demo", "Ask the bundled model three questions, to see that everything works."),
     "status": ("q27app.cli_tui:status", "Show what the daemon does."),
     "chat": ("q27app.cli_tui:chat", "Ask the daemon's model something."),
     "launch": ("q27app.cli_launch:launch", "Start a coding client on the daemon's model."),

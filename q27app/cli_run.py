@@ -15,7 +15,7 @@ from q27app.errors import EngineDied, Unreachable
 if TYPE_CHECKING:
     from q27app.child_daemon import ChildDaemon
 
-QUESTION = "What are you, and does everything work?"
+QUESTIONS = ("What are you, and does everything work?", "Which port does the daemon use?", "What is 27 + 15?")
 
 
 @click.command()
@@ -69,9 +69,9 @@ def serve(model: str | None, host: str | None, port: str | None, backend: str | 
 @click.option("--backend", default="auto", show_default=True, type=click.Choice(["auto", "cuda", "numpy"]),
               help="Where to compute.")
 def demo(backend: str) -> None:
-    """Ask the bundled model something, to see that everything works.
+    """Ask the bundled model three questions, to see that everything works.
 
-    Starts the daemon on a free loopback port, asks over HTTP, streams the answer, prints its speed, stops the daemon. No
+    Starts the daemon on a free loopback port, asks over HTTP, streams the answers, prints their speed, stops the daemon. No
     configuration is read, so that the demo works the same everywhere.
     """
     from q27app.child_daemon import ChildDaemon
@@ -79,17 +79,22 @@ def demo(backend: str) -> None:
     daemon = ChildDaemon({"model.path": "demo", "model.backend": backend})
     click.echo(f"Starting the daemon with the demo model on {daemon.url} ...", err=True)
     with daemon:
-        click.echo(f"> {QUESTION}", err=True)
-        _ask(daemon)
+        answers = []
+        for question in QUESTIONS:
+            click.echo(f"> {question}", err=True)
+            answers.append(_ask(daemon, question))
+    count, seconds = sum(answer[0] for answer in answers), sum(answer[2] for answer in answers)
+    rate = (count - len(answers)) / max(seconds, 1e-9)
+    click.echo(f"{count} tokens, {rate:.1f} tokens/s, first after {answers[0][1] * 1e3:.0f} ms.")
 
 
-def _ask(daemon: ChildDaemon) -> None:
-    """Stream one answer to standard output, then its speed."""
+def _ask(daemon: ChildDaemon, question: str) -> tuple[int, float, float]:
+    """Stream one answer to standard output. Returns its tokens, seconds until the first text, and seconds from there on."""
     started = time.monotonic()
     first_at: float | None = None
     usage: dict[str, int] = {}
     for event in _stream(daemon, {"model": "demo", "stream": True, "stream_options": {"include_usage": True},
-                                "messages": [{"role": "user", "content": QUESTION}]}):
+                                "temperature": 0, "messages": [{"role": "user", "content": question}]}):
         usage = event.get("usage") or usage
         for choice in event.get("choices", []):
             text = choice.get("delta", {}).get("content")
@@ -99,10 +104,7 @@ def _ask(daemon: ChildDaemon) -> None:
     click.echo()
     if first_at is None:
         raise EngineDied("the demo daemon answered with no text.", "Run q27app serve --model demo and look at its log.")
-    ended = time.monotonic()
-    count = usage.get("completion_tokens", 0)
-    rate = (count - 1) / max(ended - first_at, 1e-9)
-    click.echo(f"{count} tokens, {rate:.1f} tokens/s, first after {(first_at - started) * 1e3:.0f} ms.")
+    return usage.get("completion_tokens", 0), first_at - started, time.monotonic() - first_at
 
 
 def _stream(daemon: ChildDaemon, body: dict) -> Iterator[dict]:

@@ -12,6 +12,7 @@ import pytest
 
 from q27app import cli_generate
 from q27app.cli import run
+from q27app.cli_run import QUESTIONS
 from q27app.config import child_environment
 from q27app.gpu import nvidia_device_exists
 from q27app.weights.synthetic import synthesize
@@ -111,13 +112,14 @@ def test_an_interruption_cancels_and_leaves_with_130(monkeypatch, capfd):
     assert run(["generate", "--prompt", "x"]) == 130
 
 
-def test_the_demo_command_streams_the_answer_over_http(tmp_path):
+def test_the_demo_command_streams_three_answers_over_http(tmp_path):
     environment = child_environment({"Q27APP_SERVER__API_KEYS": "must-not-matter"})
     done = subprocess.run([sys.executable, "-m", "q27app", "demo", "--backend", "numpy"], cwd=REPOSITORY, env=environment,
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    answer, speed = done.stdout.splitlines()
-    assert answer == ANSWER
+    *answers, speed = done.stdout.splitlines()
+    assert answers == [ANSWER, "The daemon listens on http://127.0.0.1:8027.", "27 + 15 = 42."]
+    assert [line for line in done.stderr.splitlines() if line.startswith("> ")] == [f"> {question}" for question in QUESTIONS]
     assert " tokens, " in speed and "tokens/s" in speed
 
 
