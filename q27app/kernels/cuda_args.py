@@ -46,12 +46,12 @@ class Rows(ctypes.Structure):
 
 class LinearRows(ctypes.Structure):
     _fields_ = [
-        *_fields(p="weights out border"),
+        *_fields(p="plans weights out border"),
         ("rows_in", Rows),
         ("ready", Ready),
         ("segments", Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_int * MAX_SEGMENTS) for name in ("first_step", "first_group", "group_steps", "per_group")),
-        *_fields(i="rows out_stride out_rows total whole share extra per_block per_row rounds places"),
+        *((name, ctypes.c_int * MAX_SEGMENTS) for name in ("first_group", "group_steps")),
+        *_fields(i="rows out_stride out_rows per_row rounds places"),
     ]
 
 

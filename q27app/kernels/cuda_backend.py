@@ -33,6 +33,7 @@ from q27app.kernels.graph import Rerun
 from q27app.kernels.kv_formats import kv_format as find_format
 from q27app.kernels.launch import CudaDevice, Device
 from q27app.kernels.memory import Arena, CudaBuffer, Tally
+from q27app.kernels.row_plans import RowPlans
 
 if TYPE_CHECKING:
     from q27app.weights.container import Tensor
@@ -76,6 +77,7 @@ class CudaBackend:
         self.weights_arena = Arena(device, "weights")
         self.buffers_arena = Arena(device, "activations")
         self.scratch_arena = Arena(device, "scratch")
+        self.plans = RowPlans(device)
         self._loader: Loader | None = None
         self._held: list[tuple[str, int, int]] = []
         self._sums = 0
@@ -135,7 +137,7 @@ class CudaBackend:
         return weight
 
     def without_rows(self, weight: CudaWeight, skip: tuple[int, int]) -> CudaWeight:
-        return without_rows(weight, skip, self.device.card)
+        return without_rows(weight, skip, self.device.card, self.plans)
 
     def checksums(self) -> list[tuple[str, int]]:
         self._sums = self._sums or self.weights_arena.take(8 * len(self._held))
@@ -185,7 +187,7 @@ class CudaBackend:
         record = num_delta_layers * max_record_rows * record_row(geometry) * 4
         stride = min(num_blocks, MAX_CONTEXT // 64)
         areas = sum(area_bytes(rows, MAX_SEQS, stride) for rows in self._area_rows())
-        return self._arena_bytes(geometry, num_blocks) + record + areas
+        return self._arena_bytes(geometry, num_blocks) + record + areas + self.plans.nbytes
 
     def _area_rows(self) -> tuple[int, int, int]:
         return SMALL_ROWS, SMALL_ROWS, max(self._max_rows, SMALL_ROWS)

@@ -43,17 +43,15 @@ def _reciprocal(divisor: int) -> int:
 
 def _share_out(args: cuda_args.LinearRows, weight: CudaWeight) -> None:
     """How blocks and warps share the row list out; needs args.rows."""
-    shares, step, group = weight.shares, 0, 0
+    shares, group = weight.shares, 0
     for index in range(cuda_args.MAX_SEGMENTS):
         is_used = index < len(weight.segments)
-        args.first_step[index], args.first_group[index] = (step, group) if is_used else (0x7FFFFFFF, 0x7FFFFFFF)
+        args.first_group[index] = group if is_used else 0x7FFFFFFF
         if is_used:
             segment = weight.segments[index]
-            length = group_steps(segment, weight.units)
-            args.group_steps[index], args.per_group[index] = length, _reciprocal(length)
-            step, group = step + group_count(segment) * length, group + group_count(segment)
-    args.total, args.whole, args.share, args.extra = shares.total, int(shares.whole), *divmod(shares.total, shares.blocks)
-    args.per_block, args.per_row, args.rounds, args.places = _reciprocal(shares.blocks), _reciprocal(args.rows), shares.rounds, shares.places
+            args.group_steps[index] = group_steps(segment, weight.units)
+            group += group_count(segment)
+    args.plans, args.per_row, args.rounds, args.places = weight.plans, _reciprocal(args.rows), shares.rounds, shares.places
 
 
 def _parts(rows: int) -> list[tuple[int, int]]:

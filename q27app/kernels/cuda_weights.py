@@ -20,6 +20,7 @@ from q27app.kernels.staging import Copier
 
 if TYPE_CHECKING:
     from q27app.kernels.card import Card
+    from q27app.kernels.row_plans import RowPlans
     from q27app.weights.container import Tensor
 
 KIND_F16, KIND_Q8, KIND_Q4 = 0, 1, 2
@@ -40,6 +41,9 @@ WHOLE_LOSS = 0.04
 
 BORDER_BYTES = GROUP_TILES * 16 * TILE_ROWS * 4
 """Of the sums that a block leaves to the next."""
+
+PLAN_BYTES = 48
+"""Of what a warp knows of its part (row_plans.py)."""
 
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
@@ -84,7 +88,7 @@ class RowShares:
     places: int = 1
 
     def borders(self, segments: Sequence[Segment], units: int) -> list[int]:
-        """[blocks + 1] positions on the line, as the kernel finds them."""
+        """[blocks + 1] positions on the line."""
         out, start, index = [], 0, 0
         for block in range(self.blocks):
             position = self.total * block // self.blocks
@@ -152,7 +156,7 @@ class CudaVector:
 class CudaWeight:
     """A packed row list of packed_bytes at address; nbytes of them on the device, 0 where it stays in host memory.
     units: 64-column pieces of a tile; wrap: units after which the activations repeat (float32 matrices are a high and a low half
-    side by side), 0 = never."""
+    side by side), 0 = never. plans: address of what each warp does of it (row_plans.py)."""
 
     shape: tuple[int, int]
     packed_bytes: int
@@ -163,6 +167,7 @@ class CudaWeight:
     wrap: int
     paired: bool
     shares: RowShares
+    plans: int
 
     @property
     def num_tiles(self) -> int:
@@ -182,7 +187,7 @@ class CudaWeight:
         return (cuda_args.Segment * cuda_args.MAX_SEGMENTS)(*(segment.args() for segment in self.segments))
 
 
-def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaWeight:
+def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card, plans: RowPlans) -> CudaWeight:
     """The weight without its rows skip[0] to skip[1] - 1, the others where they were. Both are borders of tiles, the weight is one
     matrix."""
     first, end = skip
@@ -193,7 +198,7 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card) -> CudaW
                 replace(whole, first_tile=tiles, num_tiles=whole.num_tiles - tiles, first_row=end, num_rows=whole.num_rows - end,
                         offset=whole.offset + tiles * whole.tile_bytes))
     shares = row_shares(max(1, card.num_sms), segments, weight.units, round_places(card.shared_bytes))
-    return replace(weight, nbytes=0, segments=segments, shares=shares)
+    return replace(weight, nbytes=0, segments=segments, shares=shares, plans=plans.of(shares, segments, weight.units, weight.wrap))
 
 
 def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int, ready: bool = False) -> int:
@@ -201,7 +206,7 @@ def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int
     ring: Card.row_ring; ready: rows that were left ready."""
     is_few = fused or ready and rows <= FUSED_ROWS
     sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if is_few else 8) * 20 * 4
-    fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4
+    fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4 + BLOCK_WARPS * PLAN_BYTES
     ring_bytes = 0 if fused else BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
     return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else ring_bytes)
 
@@ -264,6 +269,7 @@ class Loader:
         if shares.total * units >= 1 << 31:
             raise GpuError(f"{first.name} has {first.rows} rows of {cols} columns, too many for the GPU.")
         try:
+            plans = self._backend.plans.of(shares, segments, units, wrap)
             address = self._device.host_memory(nbytes + 4096) if in_host else self._backend.weights_arena.take(nbytes + 4096)
         except OutOfMemory as error:
             raise OutOfMemory(f"{first.name}: {error.message}", error.hint) from error
@@ -272,7 +278,7 @@ class Loader:
             stride = segment.tile_bytes * (2 if paired else 1)
             self._pack(tensor, address + segment.offset + (index * segment.tile_bytes if paired else 0), stride, units, wrap)
         shape = (sum(tensor.rows for tensor in tensors), cols)
-        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired, shares)
+        weight = CudaWeight(shape, nbytes, 0 if in_host else nbytes, address, segments, units, wrap, paired, shares, plans)
         self._backend.reserve_for(weight)
         return weight
 

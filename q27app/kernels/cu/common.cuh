@@ -61,6 +61,11 @@ __device__ __forceinline__ void load_once_4(uint32_t& v, const void* at, bool wa
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1]; }" : "+r"(v) : "l"(at), "r"((unsigned)wanted));
 }
 
+// What is written in this kernel later, asked for where it stands.
+__device__ __forceinline__ void load_float(float& v, const float* at, bool wanted) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.f32 %0, [%1]; }" : "+f"(v) : "l"(at), "r"((unsigned)wanted));
+}
+
 // blockIdx.x, and what follows from it, computed anew.
 __device__ __forceinline__ int block_anew() {
   int block;

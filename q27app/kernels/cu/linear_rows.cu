@@ -32,6 +32,7 @@ template <class S> struct Memory {   // the block's shared memory
   float* inverse;       // FUSED: [16] 1 / scale of each row
   float* stats;         // FUSED: [2 rows][2 WARPS]
   int* edges;           // [ROUND_GROUPS][2] first warp of a group and its place there * 256, last warp
+  Plan* plans;          // [warps]
   float4* starts;       // FUSED: [units]
   uint16_t* rows;       // FUSED: [rows][stride]
   float* sums;          // [warps][places][tiles][NB][TILE_SUMS]
@@ -41,12 +42,14 @@ template <class S> struct Memory {   // the block's shared memory
     inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
     edges = reinterpret_cast<int*>(stats + 2 * 2 * WARPS);
-    starts = reinterpret_cast<float4*>(edges + 2 * ROUND_GROUPS);
+    plans = reinterpret_cast<Plan*>(edges + 2 * ROUND_GROUPS);
+    starts = reinterpret_cast<float4*>(plans + BLOCK_WARPS);
     stride = units * UNIT_COLS + 8;
     rows = reinterpret_cast<uint16_t*>(starts + (S::FUSED ? units : 0));
     sums = reinterpret_cast<float*>(rows + (S::FUSED ? num_rows * stride : 0));
     rings = reinterpret_cast<unsigned char*>(sums + BLOCK_WARPS * places * S::PLACE_SUMS);
   }
+  __device__ __forceinline__ float* place(const LinearRows& p, int warp, int n) const { return sums + (warp * p.places + n) * S::PLACE_SUMS; }
 };
 
 // What of a step's loads is in flight: two halves.
@@ -155,10 +158,9 @@ template <class S> __device__ __forceinline__ void leave(float* sums, float (&ac
     }
 }
 
-// A warp's steps of one kind, up to the end of its part or of the segment. sums: of the group that it is in; number: of that
-// group in the round; is_first, is_last: what the warp begins with is what the block has first of it, what it ends with last.
+// A warp's steps of one kind, up to the end of its part or of the segment. place: groups of the round that it has left.
 template <int KIND, class S>
-__device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Flight& flight, Way& way, int warp, int lane, float*& sums, int& number, int& place, bool& is_first, bool is_last) {
+__device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Flight& flight, Way& way, int warp, int lane, int& place) {
   float acc[GROUP_TILES][S::NB][4] = {};
   const int group_steps = p.group_steps[way.segment], staged = staged_units(p.rows_in), num_tiles = p.segments[way.segment].num_tiles, tile_bytes = p.segments[way.segment].tile_bytes;
   const int groups = (num_tiles + GROUP_TILES - 1) / GROUP_TILES;
@@ -186,10 +188,12 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
       fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
     if (crosses || way.left == 0) {
-      leave<S>(sums, acc, lane);
-      if (lane == 0 && is_first) m.edges[2 * number] = warp | place << 8;
-      if (lane == 0 && (crosses || is_last)) m.edges[2 * number + 1] = warp;
-      is_first = true, ++number, ++place, sums += S::PLACE_SUMS;
+      const Plan& plan = m.plans[warp];
+      const int number = plan.part.number + place;
+      leave<S>(m.place(p, warp, place), acc, lane);
+      if (lane == 0 && (place > 0 || plan.flags & PLAN_FIRST)) m.edges[2 * number] = warp | place << 8;
+      if (lane == 0 && (crosses || plan.flags & PLAN_LAST)) m.edges[2 * number + 1] = warp;
+      ++place;
     }
   } while (more);
 }
@@ -210,38 +214,39 @@ template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRow
 
 // Sums of a round's groups, to where they belong: out, or the border with the next block. A warp takes a group of a row at a time,
 // the last first, as the next block waits for it.
-template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Share& share, const Memory<S>& m, int block, int warp, int lane) {
-  const Place first = place_at(p, share.low), last = place_at(p, share.high - 1);
-  const int first_number = p.first_group[first.segment] + first.group, groups = p.first_group[last.segment] + last.group - first_number + 1;
-  const bool has_head = first.step > 0, has_tail = last.step + 1 < p.group_steps[last.segment];
+template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Memory<S>& m, int block, int warp, int lane) {
+  const Part part = m.plans[warp].part;
   const int t = lane >> 4, i = lane & 15;
 #pragma unroll 1
-  for (int k = groups * p.rows - 1 - warp; k >= 0; k -= BLOCK_WARPS) {
-    const int number = divided(k, p.per_row), row = k - number * p.rows, segment_index = segment_of(p.first_group, first_number + number);
+  for (int k = part.groups * p.rows - 1 - warp; k >= 0; k -= BLOCK_WARPS) {
+    const int number = divided(k, p.per_row), row = k - number * p.rows, segment_index = segment_of(p.first_group, part.first_group + number);
     const Segment& segment = p.segments[segment_index];
-    const int group = first_number + number - p.first_group[segment_index];
+    const int group = part.first_group + number - p.first_group[segment_index];
+    const bool gives = number == part.groups - 1 && part.ends & 2, takes = number == 0 && part.ends & 1;
+    const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;   // unless gate and up
+    float* target = p.out + (long long)row * p.out_stride + segment.first_row + place;
+    const bool is_there = S::EPILOGUE != GATE_UP && !gives && place < segment.num_rows;
+    float before = 0.0f;
+    if (S::EPILOGUE == ADD) load_float(before, target, is_there);   // on its way while the sums are made
     const float factor = (segment.kind == KIND_F16 ? 1.0f : CODE_UNSCALE) * inverse_of<S>(p, m, row);
     float value = __fmul_rn(sum_of_warps<S>(p, m, number, t, i, row), factor);
     const int word = (t * MAX_ROWS + row) * TILE_ROWS + i;
-    if (number == groups - 1 && has_tail) {
+    if (gives) {
       post_word(p.border + (block + 1) * BORDER_WORDS + word, value);
       continue;
     }
-    if (number == 0 && has_head) value = __fadd_rn(take_word(p.border + block * BORDER_WORDS + word), value);
-    float* out = p.out + (long long)row * p.out_stride;
+    if (takes) value = __fadd_rn(take_word(p.border + block * BORDER_WORDS + word), value);
     if constexpr (S::EPILOGUE == GATE_UP) {
       const float up = __shfl_sync(ALL_LANES, value, i + 16);
-      const int place = group * TILE_ROWS + i;
+      const int column = group * TILE_ROWS + i;
       const float product = __fmul_rn(silu(value), up);
       if (p.ready.units) {
-        p.ready.leave(row, place, place < p.out_rows ? product : 0.0f, t == 0);
-        if (place - i + TILE_ROWS >= p.out_rows)   // the last one, up to the end of a record
-          for (int after = place + TILE_ROWS; after < p.ready.units * READY_COLS; after += TILE_ROWS) p.ready.leave(row, after, 0.0f, t == 0);
-      } else if (t == 0 && place < p.out_rows) out[place] = product;
-    } else {
-      const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;
-      float* target = out + segment.first_row + place;
-      if (place < segment.num_rows) *target = S::EPILOGUE == ADD ? __fadd_rn(*target, value) : value;
+        p.ready.leave(row, column, column < p.out_rows ? product : 0.0f, t == 0);
+        if (column - i + TILE_ROWS >= p.out_rows)   // the last one, up to the end of a record
+          for (int after = column + TILE_ROWS; after < p.ready.units * READY_COLS; after += TILE_ROWS) p.ready.leave(row, after, 0.0f, t == 0);
+      } else if (t == 0 && column < p.out_rows) p.out[(long long)row * p.out_stride + column] = product;
+    } else if (is_there) {
+      *target = S::EPILOGUE == ADD ? __fadd_rn(before, value) : value;
     }
   }
 }
@@ -255,21 +260,23 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
   m.open(shared, staged_units(p.rows_in), p.rows, p.places);
 #pragma unroll 1
   for (int round = 0; round < p.rounds; ++round) {
-    Flight flight = {};
+    Flight flight;
     Way way;
-    int number, place = 0;
-    bool is_first, is_last;
+    const Plan& plan = m.plans[warp];
     {
-      Share share;
-      share.open(p, blockIdx.x, round);
-      const int from = share.warp_start(warp), to = share.warp_start(warp + 1);
-      const Place at = place_at(p, from);
-      way.segment = at.segment, way.group = at.group, way.step = at.step, way.left = to - from;
-      is_first = at.step == 0 || from == share.low, is_last = to == share.high;
-      way.aim(p, lane);
+      const uint4* from = reinterpret_cast<const uint4*>(p.plans + (round * (int)gridDim.x + (int)blockIdx.x) * BLOCK_WARPS + warp);
+      const uint4 first = from[0], piece = from[min(lane, (int)sizeof(Plan) / 16 - 1)];
+      const int kind = (int)from[1].x >> 2 & 3;
+      if (lane < (int)sizeof(Plan) / 16) reinterpret_cast<uint4*>(m.plans + warp)[lane] = piece;   // behind the weights it would wait for them
+      __syncwarp();
+      way.at = p.weights + ((long long)first.y << 32 | first.x) + lane * 16, way.second = first.z, way.left = first.w;
+      auto fetch_first = [&](auto kind) { fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true); };
+      if (kind == KIND_Q4) fetch_first(Kind<KIND_Q4>());
+      else if (kind == KIND_Q8) fetch_first(Kind<KIND_Q8>());
+      else fetch_first(Kind<KIND_F16>());
     }
     auto begin = [&](auto kind) {
-      if (way.left > 0) fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true);
+      fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true);
     };
     auto by_kind = [&](auto call) {
       const int kind = p.segments[way.segment].kind;
@@ -277,7 +284,6 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       else if (kind == KIND_Q8) call(Kind<KIND_Q8>());
       else call(Kind<KIND_F16>());
     };
-    by_kind(begin);
     if (round == 0) {
       Norm<SOURCE> norm;
       norm.load(p.rows_in);
@@ -289,27 +295,20 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
         __syncthreads();
       }
     }
-    {
-      Share share;
-      share.open(p, block_anew(), round);
-      const Place low = place_at(p, share.low);
-      number = p.first_group[way.segment] + way.group - (p.first_group[low.segment] + low.group);
-    }
-    float* sums = m.sums + warp * p.places * S::PLACE_SUMS;
+    way.segment = plan.flags & 3, way.group = plan.group, way.step = plan.step, way.unit = plan.unit;
+    int place = 0;
     if (way.left == 0) {   // counts as one among the others of a group
       float none[GROUP_TILES][NB][4] = {};
-      leave<S>(sums, none, lane);
+      leave<S>(m.place(p, warp, 0), none, lane);
     }
     while (way.left > 0) {
-      by_kind([&](auto kind) { run<kind.value, S>(p, m, flight, way, warp, lane, sums, number, place, is_first, is_last); });
+      by_kind([&](auto kind) { run<kind.value, S>(p, m, flight, way, warp, lane, place); });
       if (way.left == 0) break;
       ++way.segment, way.group = 0, way.step = 0, way.aim(p, lane);
       by_kind(begin);
     }
     __syncthreads();
-    Share share;
-    share.open(p, block_anew(), round);
-    reduce_round<S>(p, share, m, block_anew(), warp, lane);
+    reduce_round<S>(p, m, block_anew(), warp, lane);
     if (round + 1 < p.rounds) __syncthreads();
   }
 }

@@ -188,6 +188,7 @@ template <class T> T atomicAdd(T* at, T value) { T old = *at; *at += value; retu
 template <class T> T atomicMin(T* at, T value) { T old = *at; if (value < old) *at = value; return old; }
 inline void load_once_16(uint4& v, const void* at, bool wanted) { if (wanted) v = *reinterpret_cast<const uint4*>(at); }
 inline void load_once_4(unsigned& v, const void* at, bool wanted) { if (wanted) v = *reinterpret_cast<const unsigned*>(at); }
+inline void load_float(float& v, const float* at, bool wanted) { if (wanted) v = *at; }
 template <class T> T __ldcg(const T* at) { return *at; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
