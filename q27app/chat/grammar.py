@@ -7,6 +7,9 @@ which applies it from the first token after reasoning on. The work is llguidance
     json call   {"name": "NAME", "arguments": ARGUMENTS} + newline + </tool_call>
     xml call    <function=NAME>, <parameter=KEY> in the schema's order, each value up to its closer, </function>, </tool_call>
 
+Arguments come in the order of the schema's properties, so the schemas have to have the order in which the model saw them (`as_printed`): in
+another one it leaves out what it would have written earlier, or makes names up.
+
 Nothing is enforced in part: a schema with a keyword that cannot be enforced is refused.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from q27app.chat.tokenizer import Tokenizer
@@ -144,6 +148,13 @@ def calls_source(tools: Sequence[Tool], dialect: str, parallel: bool = True) -> 
     """An answer that begins inside a call and is calls of `tools` alone, one if not `parallel`."""
     writer = _Writer(dialect)
     return writer.source(f"BLANKS {writer.calls(tools, parallel)}")
+
+
+def as_printed(tools: Sequence[Tool], sorts_keys: bool) -> Sequence[Tool]:
+    """The tools with their parameters in the order that a template prints; see Template.sorts_keys."""
+    if not sorts_keys:
+        return tools
+    return [replace(tool, parameters=json.loads(json.dumps(tool.parameters, sort_keys=True))) for tool in tools]
 
 
 class _Writer:

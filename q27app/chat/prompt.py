@@ -40,10 +40,12 @@ class Rendered:
 
 
 class Template(Protocol):
-    """Renders requests for one checkpoint. dialect: how its tool calls are written, "xml" or "json"."""
+    """Renders requests for one checkpoint. dialect: how its tool calls are written, "xml" or "json". sorts_keys: whether
+    tools and calls are printed with their keys sorted; else as the client has them."""
 
     name: str
     dialect: str
+    sorts_keys: bool
 
     def render(self, request: ChatRequest, thinking: bool, effort: str | None = None) -> Rendered:
         """The prompt of `request`. effort: "low" | "medium" | "xhigh"; None = the template's default."""

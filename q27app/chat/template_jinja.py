@@ -41,6 +41,7 @@ class JinjaTemplate:
     """Renders with the source found in the checkpoint. dialect: how it writes calls, see template.open_template."""
 
     name = "jinja"
+    sorts_keys = False
 
     def __init__(self, tokenizer: Tokenizer, source: str, dialect: str = "xml") -> None:
         self.dialect = dialect

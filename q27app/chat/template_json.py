@@ -44,6 +44,8 @@ _RENDERED_THINK = re.compile(r"(?:<(think|thinking)>.*?</\1>|</think>|</thinking
 class JsonTemplate:
     """dialect: "json" or "xml"; is_38: the effort line appears whenever thinking is on, else only when asked for."""
 
+    sorts_keys = True
+
     def __init__(self, tokenizer: Tokenizer, dialect: str = "json", is_38: bool = False) -> None:
         self.name = dialect
         self.dialect = dialect

@@ -53,6 +53,7 @@ class OfficialTemplate:
     """The native renderer. generation: one of GENERATIONS; preserve_thinking: 3.8's switch of the same name."""
 
     dialect = "xml"
+    sorts_keys = False
 
     def __init__(self, tokenizer: Tokenizer, generation: str, preserve_thinking: bool = True) -> None:
         self.name = generation

@@ -175,7 +175,7 @@ async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | N
     """What the answers must look like, one constraint each; None where anything goes."""
     from q27app.chat import grammar
 
-    tools = offered_tools(chat.tools, chat.tool_choice)
+    tools = grammar.as_printed(offered_tools(chat.tools, chat.tool_choice), daemon.template.sorts_keys)
     dialect, parallel = _dialect(daemon, chat), chat.tool_choice.parallel
     if is_tool_forced(chat):
         param, source = "tools", lambda: grammar.calls_source(tools, dialect, parallel)

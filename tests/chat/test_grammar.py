@@ -102,6 +102,17 @@ def test_a_call_keeps_to_its_form(tokenizer, constraints, tools, dialect, text, 
     assert verdict(tokenizer, constraint, text) == expected
 
 
+@pytest.mark.parametrize("dialect, text", [
+    ("json", '{"name": "look", "arguments": {"deep":true,"path":"p"}}\n</tool_call>'),
+    ("xml", "<function=look>\n<parameter=deep>\ntrue\n</parameter>\n<parameter=path>\np\n</parameter>\n</function>\n</tool_call>"),
+])
+def test_arguments_come_in_the_order_that_the_template_prints(tokenizer, constraints, dialect, text):
+    """Not in the schema's, in which path stands first, where the template sorts."""
+    sorted_, own = (constraints.compile(grammar.calls_source(grammar.as_printed([LOOK], sorts), dialect), "tools") for sorts in (True, False))
+    assert verdict(tokenizer, sorted_, text) == "may end"
+    assert verdict(tokenizer, own, text) != "may end"
+
+
 def test_one_call_alone_is_the_end_where_only_one_is_allowed(tokenizer, constraints):
     constraint = constraints.compile(grammar.calls_source([FREE], "json", parallel=False), "tools")
     assert verdict(tokenizer, constraint, '{"name": "fr\\"ee é", "arguments": {}}\n</tool_call>') == "done"

@@ -113,3 +113,16 @@ async def test_a_tool_is_looked_up_in_text_in_front_of_its_call_by_every_protoco
         await _looked_up_with_messages(url)
         await _looked_up_with_completions(client)
         await _looked_up_with_responses(client)
+
+
+@pytest.mark.parametrize("dialect", ["json", "xml"])
+async def test_a_forced_call_has_the_arguments_that_an_own_one_has(config, dialect):
+    """Declared in another order than the template prints and the model learnt; see grammar.as_printed."""
+    request = {"model": "demo", "max_tokens": 200, "messages": [{"role": "user", "content": "Book a table at Milk for 59 guests on Friday."}],
+               "tools": DECLARED[::-1]}
+    async with (served(config, dialect) as url,
+                anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=600.0) as client):
+        for choice in ("auto", "any"):
+            found = await client.messages.create(**request, tool_choice={"type": choice})
+            call, = (block for block in found.content if block.type == "tool_use")
+            assert (call.name, call.input) == ("book_table", {"evening": "Friday", "guests": 59, "restaurant": "Milk"}), choice
