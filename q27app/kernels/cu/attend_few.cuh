@@ -100,18 +100,31 @@ __device__ __forceinline__ void copy_tile(const unsigned char* source, unsigned 
   }
 }
 
-// Tile `tile` of the item, if it has it, on its way.
-template <int THREADS> __device__ __forceinline__ void fetch_keys(const Attend& p, const Item& item, int tile, unsigned char* target) {
+// Tile `tile` of the item, if it has it, on its way: its keys below `end`.
+template <int THREADS> __device__ __forceinline__ void fetch_keys(const Attend& p, const Item& item, int tile, unsigned char* target, int end) {
   const int start = item.start + tile * KEYS;
   if (tile < 0 || start >= item.end) return;
   const unsigned char* source = kv_block(p, item.seq, start) + item.head * K_HEAD;
-  copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, target, p.first_position - start, item.end - start, key_chunk);
+  copy_tile<THREADS, K_ROW, TURNED_KEYS>(source, target, p.first_position - start, end - start, key_chunk);
 }
-template <int THREADS> __device__ __forceinline__ void fetch_values(const Attend& p, const Item& item, int tile, unsigned char* target) {
+template <int THREADS> __device__ __forceinline__ void fetch_values(const Attend& p, const Item& item, int tile, unsigned char* target, int end) {
   const int start = item.start + tile * KEYS;
   if (tile < 0 || start >= item.end) return;
   const unsigned char* source = kv_block(p, item.seq, start) + KV_VALUES + item.head * V_HEAD;
-  copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, target, p.first_position - start, item.end - start, value_chunk);
+  copy_tile<THREADS, V_ROW, TURNED_VALUES>(source, target, p.first_position - start, end - start, value_chunk);
+}
+// Rows of a tile that this pass made, of plain ones, where the tile was fetched up to them. offset: of the head in the block.
+template <int THREADS, int ROW, class Chunk>
+__device__ __forceinline__ void fetch_new(const Attend& p, const Item& item, int tile, int offset, unsigned char* target, Chunk place) {
+  constexpr int CHUNKS = ROW / 16;
+  const int start = item.start + tile * KEYS, from = max(max(item.old, p.first_position) - start, 0), rows = min(item.end - start, KEYS) - from;
+  if (rows <= 0) return;
+  const unsigned char* source = kv_block(p, item.seq, start) + offset;
+#pragma unroll 1
+  for (int i = thread_index(); i < rows * CHUNKS; i += THREADS) {
+    const int key = from + i / CHUNKS, chunk = i % CHUNKS;
+    copy_async_16(target + key * ROW + place(key, chunk) * 16, source + (key * CHUNKS + chunk) * 16);
+  }
 }
 
 // Place of a column in the partial results, or -1.

@@ -319,8 +319,8 @@ template <int ROWS> struct Columns {
         }
   }
 
-  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const { fetch_keys<THREADS>(p, item, tile, key_tile(tile)); }
-  __device__ __forceinline__ void copy_values(const Item& item, int tile) const { fetch_values<THREADS>(p, item, tile, value_tile(tile)); }
+  __device__ __forceinline__ void copy_keys(const Item& item, int tile) const { fetch_keys<THREADS>(p, item, tile, key_tile(tile), item.end); }
+  __device__ __forceinline__ void copy_values(const Item& item, int tile) const { fetch_values<THREADS>(p, item, tile, value_tile(tile), item.end); }
   __device__ __forceinline__ unsigned char* key_tile(int tile) const { return shared + M::TILE_KEYS + tile % M::KEY_RING * K_HEAD; }
   __device__ __forceinline__ unsigned char* value_tile(int tile) const { return shared + M::TILE_VALUES + tile % M::VALUE_RING * V_HEAD; }
 

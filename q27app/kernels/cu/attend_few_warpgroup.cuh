@@ -12,6 +12,7 @@ constexpr int DIM_TILES = HEAD_DIM / 64, AT_ONCE = 4;   // of 64 dimensions; pro
 constexpr int KEY_GROUPS = K_STEPS / AT_ONCE, ALIGNED = 1024;
 constexpr float HEADROOM = 4.0f, NO_REFERENCE = -1e30f;
 constexpr bool WHOLE_TILES = TURNED_KEYS && TURNED_VALUES;   // lie in the cache as in shared memory: a copy for all of it
+constexpr bool EARLY_TILES = !TURNED_KEYS && !TURNED_VALUES;   // rows of this pass come apart from those before them
 
 // How a block works, by the rows of its items, and where things lie in shared memory. Rings: tiles on their way or in use; norms of
 // turned values are used a round before the values.
@@ -201,6 +202,14 @@ template <int ROWS> struct Columns {
     return largest;
   }
 
+  __device__ __forceinline__ static bool has_score(const float (&scores)[GROUPS][4]) {
+    bool has = false;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) has |= scores[n][i] > -INFINITY;
+    return has;
+  }
   // The largest score of each column among the warp's keys.
   __device__ __forceinline__ void publish_largest(const float (&scores)[GROUPS][4]) const {
     const int thread = thread_index(), warp = thread / 32, g = thread % 32 >> 2, c = thread & 3;
@@ -296,8 +305,9 @@ template <int ROWS> struct Columns {
   __device__ __forceinline__ void start_arrivals() const {
     if (WHOLE_TILES && threadIdx.x == 0) arrival_init(arrival(0), 1), arrival_init(arrival(1), 1), arrival_publish();
   }
-  // After the barrier of round `tile`: nobody needs the keys of this tile and the values of the one before any more.
-  __device__ __forceinline__ void refill(const Item& item, int tile) {
+  // After the barrier of round `tile`: nobody needs the keys of this tile and the values of the one before any more. Keys below `end`,
+  // where tiles are not whole.
+  __device__ __forceinline__ void refill(const Item& item, int tile, int end) {
     if constexpr (WHOLE_TILES) {
       static_assert(M::KEY_RING == 2 && M::VALUE_RING == 3, "keys and values of a tile are asked for together");
       const int next = tile + 2, start = item.start + next * KEYS;
@@ -310,13 +320,23 @@ template <int ROWS> struct Columns {
         copy_whole(value_tile(next), block + KV_VALUES + item.head * V_HEAD, value_bytes, arrival(next));
       }
     } else {
-      fetch_keys<THREADS>(p, item, tile + M::KEY_RING, key_tile(tile + M::KEY_RING));
-      fetch_values<THREADS>(p, item, tile - 1 + M::VALUE_RING, value_tile(tile - 1 + M::VALUE_RING));
+      fetch_keys<THREADS>(p, item, tile + M::KEY_RING, key_tile(tile + M::KEY_RING), end);
+      fetch_values<THREADS>(p, item, tile - 1 + M::VALUE_RING, value_tile(tile - 1 + M::VALUE_RING), end);
       copy_async_commit();
     }
   }
   __device__ __forceinline__ void look_ahead(const Item& item, int tile) {
     if (WHOLE_TILES && threadIdx.x == 0) block_ahead = p.block_tables[item.seq * p.max_blocks + (item.start + tile * KEYS) / BLOCK_POSITIONS];
+  }
+
+  // What this pass made of the first tiles.
+  __device__ __forceinline__ void fill_up(const Item& item) const {
+    __syncthreads();   // its rows were filled with zeros
+#pragma unroll
+    for (int tile = 0; tile < M::KEY_RING; ++tile) fetch_new<THREADS, K_ROW>(p, item, tile, item.head * K_HEAD, key_tile(tile), key_chunk);
+    static_assert(!EARLY_TILES || M::VALUE_RING == 2, "values of one tile are on their way");
+    fetch_new<THREADS, V_ROW>(p, item, 0, KV_VALUES + item.head * V_HEAD, value_tile(0), value_chunk);
+    copy_async_commit();
   }
 
   // The block's next item is asked for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of
@@ -326,16 +346,19 @@ template <int ROWS> struct Columns {
     const bool all_old = item.end <= item.old;
     int taken = 0;
     if (tiles > 0) look_ahead(item, 0);
-    if (waits && !all_old) wait_for_earlier();
+    const bool early = all_old || EARLY_TILES;
+    if (waits && !early) wait_for_earlier();
 #pragma unroll
-    for (int tile = -2; tile < 0; ++tile) refill(item, tile);
-    if (waits && all_old) wait_for_earlier();
+    for (int tile = -2; tile < 0; ++tile) refill(item, tile, EARLY_TILES ? min(item.end, item.old) : item.end);
+    if (waits && early) wait_for_earlier();
     if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
     if (tiles > 0) {
+      if (EARLY_TILES && !all_old) fill_up(item);
       load_queries(item);
       clear();
       publish_shared();
-      if (!WHOLE_TILES) copy_async_wait<TURNED_VALUES ? 0 : 1>();
+      if (EARLY_TILES && all_old) copy_async_wait<1>();
+      else if (!WHOLE_TILES) copy_async_wait<0>();
     }
     if (threadIdx.x == 0) item.next = gridDim.x + taken;
     __syncthreads();
@@ -352,7 +375,9 @@ template <int ROWS> struct Columns {
       if (!WHOLE_TILES) copy_async_wait<0>();   // of the tiles that were asked for a round ago; the barrier shows them to all
 #pragma unroll 1
       for (int again = 0;; ++again) {
-        const float largest = whole ? weigh<true>(values, tile, scores, more) : weigh<false>(values, tile, scores, more);
+        float largest;   // of the first tile any score is above what there is: nothing is weighed against that
+        if (tile + again == 0) largest = has_score(scores) ? 1.0f : 0.0f;
+        else largest = whole ? weigh<true>(values, tile, scores, more) : weigh<false>(values, tile, scores, more);
         const bool above = __any_sync(ALL_LANES, largest > 0.0f);
         if (again == 0) {
           if (above) publish_largest(scores);
@@ -360,7 +385,7 @@ template <int ROWS> struct Columns {
         }
         publish_shared();
         __syncthreads();
-        if (again == 0) refill(item, tile);
+        if (again == 0) refill(item, tile, item.end);
         const uint4 all = *reinterpret_cast<const uint4*>(raised);
         if (again || !(all.x | all.y | all.z | all.w)) break;
         raise(all);
