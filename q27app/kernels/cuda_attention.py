@@ -24,6 +24,8 @@ MERGE_DIMS = 128
 MERGE_AT_ONCE = 4
 """Blocks of attend_merge that begin at once on a multiprocessor, by their registers. Where there are more, attend_merge_many merges,
 of which another number fits (MERGE_BLOCKS in attend_decode.cu)."""
+OWN_SEQS = 4
+"""Up to so many sequences of one row attend_decode does attend_rows' work too, where keys and values are plain and it goes by warpgroups."""
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
 
@@ -77,6 +79,8 @@ class Attention:
         if y.shape[1] != width or o is not None and o.shape[1] != geometry.num_heads * geometry.head_dim:
             raise Q27Error(f"attend: y has {y.shape[1]} columns, expected {width}.")
         args = self._args(y, layer, o, batch)
+        if o is not None and self._makes_own():
+            return self._decode(args, y, o, batch, makes_own=True)
         tasks = 2 * geometry.num_kv_heads
         if o is not None:
             args.q_half, args.q_factor = backend.scratch.queries(batch.num_rows)
@@ -122,7 +126,14 @@ class Attention:
         fitting = [(rows, *block) for rows in kernels if (block := decode_block(card, state.form, dim, group, rows))[1] <= card.shared_bytes]
         return next((found for found in fitting if found[0] >= largest), fitting[-1])
 
-    def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
+    def _makes_own(self) -> bool:
+        """Whether attend_decode makes queries, keys and values of the rows itself, in every item: worth it for few rows alone."""
+        backend, batch = self._backend, self._backend.batch
+        geometry, form = backend.state.geometry, backend.state.form
+        return (not backend.is_prefill and batch.num_rows == batch.num_seqs <= OWN_SEQS and form.name == "fp8"
+                and decode_by_warpgroups(backend.device.card, form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads))
+
+    def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch, makes_own: bool = False) -> None:
         """Whole sequences, as many as the scratch holds rows for, a launch."""
         backend, area, card, scratch = self._backend, self._backend.area, self._backend.device.card, self._backend.scratch
         geometry, starts = backend.state.geometry, batch.row_starts
@@ -142,10 +153,13 @@ class Attention:
             few = FEW_BLOCKS["warpgroups" if decode_by_warpgroups(card, backend.state.form, geometry.head_dim, group) else "warps"]
             if item_rows == 1 and backend.state.form.key.low_bits and blocks > few:
                 blocks, shared = few, max(shared, card.sm_shared // few // 1024 * 1024 - BLOCK_SHARED)   # so that no more fit
-            backend.launch("attend_decode", f"attend_decode_{item_rows}", (card.num_sms * blocks,), threads, shared, args)
+            kernel = "attend_decode_own" if makes_own else f"attend_decode_{item_rows}"
+            backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not makes_own or batch.phase != "draft")
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)
+            if not makes_own:
+                merge.counter = 0
             grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))
             name = "attend_merge" if grid[0] * grid[1] * grid[2] <= MERGE_AT_ONCE * card.num_sms else "attend_merge_many"
             backend.launch("attend_decode", name, grid, 256, 0, merge)

@@ -187,3 +187,26 @@ def test_a_row_of_each_of_many_sequences_finds_its_own_keys():
     alone = np.concatenate([attend(range(seq, seq + 1)) for seq in range(count)])
     assert np.array_equal(together, alone)
     device.check_guards()
+
+
+@pytest.mark.long
+def test_rows_that_attention_makes_itself_are_those_of_attend_rows(monkeypatch):
+    """Results and the whole cache to the bit: a row in the first and second tile of a cut and further on, one and several sequences."""
+    outs = []
+    for own in (4, 0):
+        monkeypatch.setattr(cuda_attention, "OWN_SEQS", own)
+        device = EmulatedDevice(CARD)
+        bench = attend_checks.AttendBench(device, CONFIG, "fp8", 80, 1, 64)
+        attend_checks.fill(bench, 80 * 64)
+        random, found = np.random.default_rng(7), []
+        for positions in ((0,), (63,), (64,), (127,), (128, 70), (2_500,), (4_096 + 130, 3, 300, 65)):
+            bench.put(random.standard_normal((len(positions), bench.width)).astype(np.float32))
+            tables = [[min(first + block, 79) for block in range(80)] for first in (0, 67, 69, 75)[:len(positions)]]   # none reads what another writes
+            begin_alone(bench.backend, make_batch("decode", [[0]] * len(positions), list(positions), [0] * len(positions), tables), bench.state)
+            out = bench.out.rows(len(positions))
+            bench.backend.attend(bench.y.rows(len(positions)), bench.layer[0], out)
+            found.append(bench.backend.download(out).copy())
+        outs.append((found, bench.state.export_blocks(range(80))))
+        device.check_guards()
+    assert all(np.array_equal(a, b) for a, b in zip(outs[0][0], outs[1][0], strict=True))
+    assert np.array_equal(outs[0][1], outs[1][1])

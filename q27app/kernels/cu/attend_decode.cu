@@ -6,7 +6,8 @@
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
 //            at least Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, WIDE
-// Limits:    at most 1, 4, 8 (16) rows of a sequence an item
+// Limits:    at most 1, 4, 8 (16) rows of a sequence an item; attend_decode_own: one row of each sequence, without attend_rows before it,
+//            and attend_merge then sets the counter back
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
 //            adds each eighth cut, then the eight sums in order. Bound: memory.
@@ -21,9 +22,9 @@
 #include "attend_few_warp.cuh"
 #endif
 
-template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
+template <int ROWS, bool OWN = false> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(dynamic);
-  using C = Columns<ROWS>;
+  using C = Columns<ROWS, OWN>;
   unsigned char* shared = dynamic + C::M::TABLE;
   shared += (ALIGNED - reinterpret_cast<uintptr_t>(shared) % ALIGNED) % ALIGNED;
   if constexpr (TURNED_KEYS) PairTable<C::M::COPIES>::template fill<C::THREADS>(dynamic);
@@ -46,6 +47,9 @@ template <int ROWS> __device__ __forceinline__ void attend_items(const Attend& p
 extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<1>(p); }
 extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<4>(p); }
 #if WARPGROUPS
+#if KV_FORMAT == 1
+extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_own(const __grid_constant__ Attend p) { attend_items<1, true>(p); }
+#endif
 extern "C" __global__ void __launch_bounds__(128, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
 #else
 extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 1) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
@@ -88,6 +92,7 @@ __device__ __forceinline__ void merge_cuts(const Attend& p) {
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) value[i] = 0.0f;
   wait_for_earlier();
+  if (p.counter && row == 0 && head == 0 && blockIdx.z == 0 && threadIdx.x == 0) *p.counter = 0;
   Part next = {}, part;
   if (warp < cuts) next.load(p, base + (long long)warp * NUM_HEADS, first);   // on its way while the largest is found
 #pragma unroll

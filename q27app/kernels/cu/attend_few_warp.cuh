@@ -28,7 +28,8 @@ template <int ROWS> struct Plan {
 
 // Tiles of 8 columns, shared by the warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
 // keys g and g + 8 of its warp's 16 (NT tiles), and sums of dimensions as in value_tiles (VT tiles).
-template <int ROWS> struct Columns {
+template <int ROWS, bool OWN = false> struct Columns {
+  static_assert(!OWN, "attend_rows makes the rows");
   using M = Plan<ROWS>;
   static constexpr int TILES = M::TILES, WARPS = M::WARPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS, NT = TILES * KEY_WARPS / WARPS;
   static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;

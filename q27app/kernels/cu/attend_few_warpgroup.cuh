@@ -30,7 +30,8 @@ template <int ROWS> struct Plan {
 
 // Thread (g, c) of warp w holds, of each 8 columns, the columns 2 c and 2 c + 1: scores of keys 16 w + g and 8 above, and sums of dimensions
 // as in value_tiles, w being the slice.
-template <int ROWS> struct Columns {
+// OWN: one row of a sequence, whose query, key and value are made here and not by attend_rows.
+template <int ROWS, bool OWN = false> struct Columns {
   using M = Plan<ROWS>;
   static constexpr int GROUPS = M::GROUPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS;
   const Attend& p;
@@ -61,6 +62,48 @@ template <int ROWS> struct Columns {
     for (int column = thread; column < KEY_WARPS * COLUMNS; column += THREADS) at(M::REFERENCE)[column] = NO_REFERENCE;
   }
 
+  // OWN: numbers of a warp, queries and their factors, where the second tile of values will come.
+  __device__ __forceinline__ float* own_work(int warp) const { return reinterpret_cast<float*>(value_tile(1)) + warp * HEAD_DIM; }
+  __device__ __forceinline__ uint16_t* own_query(int column) const { return reinterpret_cast<uint16_t*>(own_work(KEY_WARPS)) + column * HEAD_DIM; }
+  __device__ __forceinline__ float* own_factor(int column) const { return reinterpret_cast<float*>(own_query(GROUP)) + column; }
+  // The queries of the item's key head and, where the item holds the row itself, its key and value: into the cache, and into tiles that
+  // were fetched without them.
+  __device__ __forceinline__ void make_own(const Item& item, const RowPlace& to, const NormWeights& q_norm, const NormWeights& k_norm) const {
+    constexpr int TASKS = GROUP + 2, TURNS = (TASKS + KEY_WARPS - 1) / KEY_WARPS;
+    static_assert(KEY_WARPS * HEAD_DIM * 4 + GROUP * (HEAD_DIM * 2 + 4) <= V_HEAD, "a tile's room");
+    const int warp = threadIdx.x / 32, row = item.first_row, tasks = item.end > item.position ? TASKS : GROUP, local = item.position - item.start;
+    float* work = own_work(warp);
+    Turning from[TURNS];
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {   // all on their way before the first is needed
+      const int task = warp + KEY_WARPS * i;
+      if (task < tasks) from[i].load(p, task < GROUP ? query_of(p, row, item.head * GROUP + task) : key_of(p, row, item.head + (task > GROUP ? NUM_KV_HEADS : 0)), row);
+    }
+    __syncthreads();   // rows that a tile lacks were filled with zeros
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+      const int task = warp + KEY_WARPS * i;
+      if (task >= tasks) break;
+      if (task < GROUP) {
+        const float factor = write_query(p, from[i], q_norm, row, work, own_query(task));
+        if (threadIdx.x % 32 == 0) *own_factor(task) = factor;
+      } else if (task == GROUP) {
+        norm_rope(p, from[i], k_norm, row, work);
+        store_row<KEY_CODE>(work, to.key(item.head));
+        if (local < M::KEY_RING * KEYS)
+          store_plain<KEY_CODE>(work, [&](int byte) { return key_tile(local / KEYS) + local % KEYS * K_ROW + key_chunk(local % KEYS, byte / 16) * 16 + byte % 16; });
+      } else {
+#pragma unroll
+        for (int j = 0; j < Turning::PER_LANE; ++j) work[threadIdx.x % 32 + 32 * j] = from[i].value[j];
+        __syncwarp();
+        store_row<VALUE_CODE>(work, to.value(item.head));
+        if (local < KEYS) store_plain<VALUE_CODE>(work, [&](int byte) { return value_tile(0) + local * V_ROW + value_chunk(local, byte / 16) * 16 + byte % 16; });
+      }
+      __syncwarp();
+    }
+    __syncthreads();
+  }
+
   // Queries of the item, in the order of k in which KeyRun gives keys; columns that no row has are zeros.
   __device__ __forceinline__ void load_queries(const Item& item) const {
     constexpr int EIGHTS = HEAD_DIM / 8;
@@ -71,7 +114,7 @@ template <int ROWS> struct Columns {
       const int column = i / EIGHTS, eight = i % EIGHTS, run = eight * 8 / (4 * RUN), c = eight * 8 % (4 * RUN) / RUN;
       const int step = run * RUN_STEPS + eight * 8 % RUN / 4;
       uint4 value = make_uint4(0, 0, 0, 0);
-      if (column < used) value = __ldcg(reinterpret_cast<const uint4*>(queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8));
+      if (column < used) value = OWN ? *reinterpret_cast<const uint4*>(own_query(column) + eight * 8) : __ldcg(reinterpret_cast<const uint4*>(queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8));
       const uint32_t word[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -81,7 +124,7 @@ template <int ROWS> struct Columns {
     }
     for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
       const float* factor = p.q_factor + (item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
-      at(M::FACTOR)[column] = column < used ? __ldcg(factor) * 1.4426950408889634f : 1.0f;
+      at(M::FACTOR)[column] = column < used ? (OWN ? *own_factor(column) : __ldcg(factor)) * 1.4426950408889634f : 1.0f;
     }
   }
 
@@ -350,14 +393,19 @@ template <int ROWS> struct Columns {
     if (waits && !early) wait_for_earlier();
 #pragma unroll
     for (int tile = -2; tile < 0; ++tile) refill(item, tile, EARLY_TILES ? min(item.end, item.old) : item.end);
-    if (waits && early) wait_for_earlier();
+    if constexpr (OWN) {
+      const NormWeights q_norm(p.q_norm), k_norm(p.k_norm);
+      const RowPlace to(p, item.seq, item.first_row);
+      if (waits) wait_for_earlier();
+      if (tiles > 0) make_own(item, to, q_norm, k_norm);
+    } else if (waits && early) wait_for_earlier();
     if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
     if (tiles > 0) {
-      if (EARLY_TILES && !all_old) fill_up(item);
+      if (EARLY_TILES && !OWN && !all_old) fill_up(item);
       load_queries(item);
       clear();
       publish_shared();
-      if (EARLY_TILES && all_old) copy_async_wait<1>();
+      if (EARLY_TILES && (OWN || all_old)) copy_async_wait<1>();
       else if (!WHOLE_TILES) copy_async_wait<0>();
     }
     if (threadIdx.x == 0) item.next = gridDim.x + taken;

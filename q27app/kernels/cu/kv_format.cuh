@@ -63,22 +63,32 @@ struct NormWeights {
   }
 };
 
-// One warp: norm over the head, rotary angles on the first ROTARY_DIM dimensions. Leaves [HEAD_DIM] in work.
-__device__ __forceinline__ void norm_rope(const Attend& p, const float* source, const NormWeights& norm, int row, float* work) {
-  const int lane = threadIdx.x % 32;
-  constexpr int PER_LANE = HEAD_DIM / 32, HALF = ROTARY_DIM / 2;
-  float value[PER_LANE], squares = 0.0f;
-  const float2* angles = reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF;
-  float2 turned = lane < HALF ? angles[lane] : make_float2(1.0f, 0.0f);   // on its way beside the values
+// What a warp turns of a row: a lane's numbers, and its rotary angle.
+struct Turning {
+  static constexpr int PER_LANE = HEAD_DIM / 32, HALF = ROTARY_DIM / 2;
+  float value[PER_LANE];
+  float2 angle;
+  __device__ __forceinline__ void load(const Attend& p, const float* source, int row) {
+    const int lane = threadIdx.x % 32;
+    angle = lane < HALF ? (reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF)[lane] : make_float2(1.0f, 0.0f);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    value[i] = source[lane + 32 * i];
-    squares = fmaf(value[i], value[i], squares);
+    for (int i = 0; i < PER_LANE; ++i) value[i] = source[lane + 32 * i];
   }
+};
+
+// One warp: norm over the head, rotary angles on the first ROTARY_DIM dimensions. Leaves [HEAD_DIM] in work.
+__device__ __forceinline__ void norm_rope(const Attend& p, const Turning& from, const NormWeights& norm, int row, float* work) {
+  const int lane = threadIdx.x % 32;
+  constexpr int PER_LANE = Turning::PER_LANE, HALF = Turning::HALF;
+  float squares = 0.0f;
+  const float2* angles = reinterpret_cast<const float2*>(p.rope) + (long long)row * HALF;
+  float2 turned = from.angle;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) squares = fmaf(from.value[i], from.value[i], squares);
   const float rms = rsqrtf(warp_sum(squares) / (float)HEAD_DIM + p.eps);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = value[i] * rms * norm.weight[i];
+  for (int i = 0; i < PER_LANE; ++i) work[lane + 32 * i] = from.value[i] * rms * norm.weight[i];
   __syncwarp();
   for (int d = lane; d < HALF; d += 32) {
     const float a = work[d], b = work[d + HALF];
@@ -91,23 +101,24 @@ __device__ __forceinline__ void norm_rope(const Attend& p, const float* source, 
 
 __device__ __forceinline__ float to_half_range(float value) { return value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value; }
 
+// One warp: [HEAD_DIM] floats -> a plain row whose bytes lie where `at` says.
+template <int CODE, class At> __device__ __forceinline__ void store_plain(const float* values, At at) {
+  for (int d = 2 * (threadIdx.x % 32); d < HEAD_DIM; d += 64) {
+    if (CODE == CODE_HALF) *reinterpret_cast<uint32_t*>(at(d * 2)) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
+    else *reinterpret_cast<uint16_t*>(at(d)) = (uint16_t)e4m3x2_from_floats(values[d], values[d + 1]);
+  }
+}
 // One warp: [HEAD_DIM] floats -> a row of the cache.
 template <int CODE> __device__ __forceinline__ void store_row(const float* values, unsigned char* target) {
-  const int lane = threadIdx.x % 32;
   if constexpr (is_turned(CODE)) {
 #pragma unroll
     for (int half = 0; half < HEAD_DIM / BLOCK_DIMS; ++half) {
-      const float4 four = *reinterpret_cast<const float4*>(values + half * BLOCK_DIMS + 4 * lane);
+      const float4 four = *reinterpret_cast<const float4*>(values + half * BLOCK_DIMS + 4 * (threadIdx.x % 32));
       float v[4] = {four.x, four.y, four.z, four.w};
       store_turned<low_bits(CODE)>(v, target + half * turned_bytes(low_bits(CODE)));
     }
   } else {
-    for (int d = 2 * lane; d < HEAD_DIM; d += 64) {
-      if (CODE == CODE_HALF)
-        *reinterpret_cast<uint32_t*>(target + d * 2) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
-      else
-        *reinterpret_cast<uint16_t*>(target + d) = (uint16_t)e4m3x2_from_floats(values[d], values[d + 1]);
-    }
+    store_plain<CODE>(values, [&](int byte) { return target + byte; });
   }
 }
 
@@ -120,20 +131,24 @@ struct RowPlace {
   __device__ __forceinline__ unsigned char* value(int head) const { return block + KV_VALUES + head * V_HEAD + slot * V_ROW; }
 };
 
+__device__ __forceinline__ const float* query_of(const Attend& p, int row, int head) { return p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM; }
+__device__ __forceinline__ const float* key_of(const Attend& p, int row, int head) { return p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + head) * HEAD_DIM; }
+__device__ __forceinline__ const float* value_of(const Attend& p, int row, int head) { return key_of(p, row, NUM_KV_HEADS + head); }
+
 // One warp: the key, or the value, of a row and key head into the cache. work: [HEAD_DIM] floats.
 __device__ __forceinline__ void write_key(const Attend& p, const RowPlace& to, const NormWeights& norm, int row, int head, float* work) {
-  norm_rope(p, p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + head) * HEAD_DIM, norm, row, work);
+  Turning from;
+  from.load(p, key_of(p, row, head), row);
+  norm_rope(p, from, norm, row, work);
   store_row<KEY_CODE>(work, to.key(head));
 }
-__device__ __forceinline__ void write_value(const Attend& p, const RowPlace& to, int row, int head) {
-  store_row<VALUE_CODE>(p.y + (long long)row * p.y_stride + (2 * NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM, to.value(head));
-}
+__device__ __forceinline__ void write_value(const Attend& p, const RowPlace& to, int row, int head) { store_row<VALUE_CODE>(value_of(p, row, head), to.value(head)); }
 
 // One warp: a query row as fp16 in the keys' frame, scaled by a power of two; returns what brings a product back and divides
 // by sqrt(D).
-__device__ __forceinline__ float write_query(const Attend& p, const NormWeights& norm, int row, int head, float* work, uint16_t* target) {
+__device__ __forceinline__ float write_query(const Attend& p, const Turning& from, const NormWeights& norm, int row, float* work, uint16_t* target) {
   const int lane = threadIdx.x % 32;
-  norm_rope(p, p.y + (long long)row * p.y_stride + head * 2 * HEAD_DIM, norm, row, work);
+  norm_rope(p, from, norm, row, work);
   if constexpr (TURNED_KEYS) {
 #pragma unroll
     for (int half = 0; half < HEAD_DIM / BLOCK_DIMS; ++half) {
@@ -150,6 +165,11 @@ __device__ __forceinline__ float write_query(const Attend& p, const NormWeights&
   for (int d = 2 * lane; d < HEAD_DIM; d += 64)
     *reinterpret_cast<uint32_t*>(target + d) = half2_from_floats(work[d] * scale, work[d + 1] * scale);
   return power_inverse(scale) * rsqrtf((float)HEAD_DIM);
+}
+__device__ __forceinline__ float write_query(const Attend& p, const NormWeights& norm, int row, int head, float* work, uint16_t* target) {
+  Turning from;
+  from.load(p, query_of(p, row, head), row);
+  return write_query(p, from, norm, row, work, target);
 }
 
 // Where the numbers of KEYS keys go in shared memory as fp16, eight at a time: [number / 64][key][64], the 16-byte pieces of 128 bytes

@@ -48,6 +48,12 @@ def has_compiler() -> bool:
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86-64")
 
 
+def _not_compiled(defines: dict[str, int]) -> set[str]:
+    """Kernels that stand under a condition."""
+    by_warpgroups = bool(defines.get("WARPGROUPS"))
+    return {"attend_decode_16"} if by_warpgroups and defines.get("KV_FORMAT") == 1 else {"attend_decode_16" if by_warpgroups else "", "attend_decode_own"}
+
+
 class EmulatedDevice(ImmediateDevice):
     """See `launch.Device`. Guards of NaN stand around every allocation and are checked when it is released."""
 
@@ -136,7 +142,7 @@ class EmulatedDevice(ImmediateDevice):
     def _build(self, job: Job) -> tuple[ctypes.CDLL, list[str]]:
         text, is_watched = expand(job.source), job.source in self._watched
         sources = self._sources if is_watched else SOURCES
-        absent = {"NAME", "__launch_bounds__"} | ({"attend_decode_16"} if dict(job.defines).get("WARPGROUPS") else set())   # not compiled
+        absent = {"NAME", "__launch_bounds__"} | _not_compiled(dict(job.defines))
         names = [name for name in dict.fromkeys(_KERNEL.findall(text)) if name not in absent] + _MACRO.findall((sources / f"{job.source}.cu").read_text())
         runs = "".join(f'extern "C" void run_{n}(const unsigned* g, const unsigned* b, unsigned s, void** a) {{ emulated::run_grid('
                        f"[](void** x) {{ emulated::call({n}, x); }}, g, b, s, a); }}\n" for n in names)
