@@ -101,11 +101,17 @@ __device__ __forceinline__ void norm_rope(const Attend& p, const Turning& from, 
 
 __device__ __forceinline__ float to_half_range(float value) { return value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value; }
 
-// One warp: [HEAD_DIM] floats -> a plain row whose bytes lie where `at` says.
+// One warp: [HEAD_DIM] floats -> a plain row, four bytes a lane at a time, which lie where `at` says.
 template <int CODE, class At> __device__ __forceinline__ void store_plain(const float* values, At at) {
-  for (int d = 2 * (threadIdx.x % 32); d < HEAD_DIM; d += 64) {
-    if (CODE == CODE_HALF) *reinterpret_cast<uint32_t*>(at(d * 2)) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
-    else *reinterpret_cast<uint16_t*>(at(d)) = (uint16_t)e4m3x2_from_floats(values[d], values[d + 1]);
+  constexpr int EACH = CODE == CODE_HALF ? 2 : 4;
+#pragma unroll
+  for (int d = EACH * (threadIdx.x % 32); d < HEAD_DIM; d += 32 * EACH) {
+    if constexpr (CODE == CODE_HALF) {
+      *reinterpret_cast<uint32_t*>(at(2 * d)) = half2_from_floats(to_half_range(values[d]), to_half_range(values[d + 1]));
+    } else {
+      const float4 four = *reinterpret_cast<const float4*>(values + d);
+      *reinterpret_cast<uint32_t*>(at(d)) = e4m3x2_from_floats(four.x, four.y) | e4m3x2_from_floats(four.z, four.w) << 16;
+    }
   }
 }
 // One warp: [HEAD_DIM] floats -> a row of the cache.
