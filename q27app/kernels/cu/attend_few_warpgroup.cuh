@@ -70,7 +70,7 @@ template <int ROWS, bool OWN = false> struct Columns {
   // were fetched without them.
   __device__ __forceinline__ void make_own(const Item& item, const RowPlace& to, const NormWeights& q_norm, const NormWeights& k_norm) const {
     constexpr int TASKS = GROUP + 2, TURNS = (TASKS + KEY_WARPS - 1) / KEY_WARPS;
-    static_assert(KEY_WARPS * HEAD_DIM * 4 + GROUP * (HEAD_DIM * 2 + 4) <= V_HEAD, "a tile's room");
+    static_assert(!OWN || (EARLY_TILES && KEY_WARPS * HEAD_DIM * 4 + GROUP * (HEAD_DIM * 2 + 4) <= V_HEAD), "plain rows, and a tile's room");
     const int warp = threadIdx.x / 32, row = item.first_row, tasks = item.end > item.position ? TASKS : GROUP, local = item.position - item.start;
     float* work = own_work(warp);
     Turning from[TURNS];

@@ -152,6 +152,14 @@ __device__ __forceinline__ float exp2_quick(float value) {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
+// The same number, not known to be that: it is in a register from here on, and not computed anew where it is used.
+__device__ __forceinline__ int once(int value) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance >>= 1) value = __fadd_rn(value, __shfl_xor_sync(ALL_LANES, value, distance));

@@ -173,13 +173,6 @@ __device__ __forceinline__ Span span_of(const Delta& p, int seq) {
 // Where every sequence has one row: nothing is looked up by what was looked up.
 __device__ __forceinline__ Span one_row(const Delta& p, int seq) { return {seq, 1, p.positions[seq], p.slot_ids[seq]}; }
 
-// The same number, in a register from here on and not computed anew where it is used.
-__device__ __forceinline__ int once(int value) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+r"(value));
-#endif
-  return value;
-}
 template <class F> __device__ __forceinline__ int channel_of(int i, int head, int slice) {
   const int key_head = head % KEY_HEADS;
   return i < DIM ? key_head * DIM + i : i < 2 * DIM ? (KEY_HEADS + key_head) * DIM + i - DIM : (2 * KEY_HEADS + head) * DIM + slice * F::COLUMNS + i - 2 * DIM;

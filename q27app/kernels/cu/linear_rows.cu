@@ -333,13 +333,20 @@ LINEAR_ROWS(linear_rows_ready_halves_add, READY, ADD, 1, 8)
 LINEAR_ROWS(linear_rows_ready_wide_add, READY, ADD, 2, 8)
 
 // Convert a row once for all blocks, into fragment order. grid (rows)
+//
+// The first run is one without a row, while the kernel in front still runs: since the last layer so many weights have gone by that the
+// instructions come from far, and those who wait for the row would wait for them.
 template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   __shared__ float stats[2 * WARPS];
   allow_next();
   Norm<SOURCE> norm;
   norm.load(p);
-  wait_for_earlier();
-  stage_row<SOURCE>(p, norm, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x);
+#pragma unroll 1
+  for (int run = once(0); run < 2; ++run) {
+    if (run) wait_for_earlier();
+    stage_row<SOURCE>(p, norm, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x, run);
+    __syncthreads();
+  }
 }
 // One block: with a share of the registers for three, ptxas asks for some of a row only when other pieces have come.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stage_norm(const __grid_constant__ Rows p) { stage_all<NORMED>(p); }

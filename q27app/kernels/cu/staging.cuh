@@ -77,12 +77,12 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
 }
 __device__ __forceinline__ float largest_of(const float4& v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 
-// One row by a block of THREADS. stats: [2 WARPS] shared floats.
+// One row by a block of THREADS. stats: [2 WARPS] shared floats. Not `wanted`: the same without a row, nothing is read or written.
 template <int SOURCE, class Target>
-__device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse) {
+__device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse, bool wanted = true) {
   constexpr int KEEP = Norm<SOURCE>::KEEP;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, part = thread % 16;
-  const int source = p.row_map ? p.row_map[row] : row, cols4 = p.cols / 4;
+  const int source = p.row_map ? p.row_map[row] : row, cols4 = wanted ? p.cols / 4 : 0;
   const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
   const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
   float squares = 0.0f, largest = 0.0f;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
   const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
   float unscale;
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
-  if (thread == 0) *inverse = unscale;
+  if (thread == 0 && wanted) *inverse = unscale;
   const int last = staged_units(p) * (UNIT_COLS / 4);
   const float mine = thread & 1 ? __fmul_rn(factor, 0.0625f) : factor, weight = thread & 1 ? -128.0f * CODE_SCALE : -8.0f * CODE_SCALE;
   auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
@@ -125,8 +125,8 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
     total = __fmul_rn(total, weight);
 #pragma unroll
     for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
-    if (at < last) *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
-    if (at < last && part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
+    if (at < last && wanted) *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
+    if (at < last && wanted && part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
   };
 #pragma unroll
   for (int three = 0; three < KEEP; three += 3)   // side by side
