@@ -46,11 +46,11 @@ class Rows(ctypes.Structure):
 
 class LinearRows(ctypes.Structure):
     _fields_ = [
-        *_fields(p="plans weights out border"),
+        *_fields(p="plans gathers weights out border"),
         ("rows_in", Rows),
         ("ready", Ready),
         ("segments", Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_int * MAX_SEGMENTS) for name in ("first_group", "group_steps")),
+        ("group_steps", ctypes.c_int * MAX_SEGMENTS),
         *_fields(i="rows out_stride out_rows per_row rounds places"),
     ]
 

@@ -8,7 +8,7 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
 from q27app.kernels.cuda_ready import ReadyRows, part_of
 from q27app.kernels.cuda_weights import (
-    FUSED_ROWS, KIND_F16, KIND_Q4, KIND_Q8, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_count, group_steps,
+    BLOCK_WARPS, FUSED_ROWS, KIND_F16, KIND_Q4, KIND_Q8, PLAN_BYTES, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_steps,
     rows_shared_bytes,
 )
 from q27app.kernels.memory import CudaBuffer
@@ -43,15 +43,11 @@ def _reciprocal(divisor: int) -> int:
 
 def _share_out(args: cuda_args.LinearRows, weight: CudaWeight) -> None:
     """How blocks and warps share the row list out; needs args.rows."""
-    shares, group = weight.shares, 0
-    for index in range(cuda_args.MAX_SEGMENTS):
-        is_used = index < len(weight.segments)
-        args.first_group[index] = group if is_used else 0x7FFFFFFF
-        if is_used:
-            segment = weight.segments[index]
-            args.group_steps[index] = group_steps(segment, weight.units)
-            group += group_count(segment)
-    args.plans, args.per_row, args.rounds, args.places = weight.plans, _reciprocal(args.rows), shares.rounds, shares.places
+    shares = weight.shares
+    for index, segment in enumerate(weight.segments):
+        args.group_steps[index] = group_steps(segment, weight.units)
+    args.plans, args.gathers = weight.plans, weight.plans + shares.rounds * shares.blocks * BLOCK_WARPS * PLAN_BYTES
+    args.per_row, args.rounds, args.places = _reciprocal(args.rows), shares.rounds, shares.places
 
 
 def _parts(rows: int) -> list[tuple[int, int]]:

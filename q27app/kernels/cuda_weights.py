@@ -42,8 +42,8 @@ WHOLE_LOSS = 0.04
 BORDER_BYTES = GROUP_TILES * 16 * TILE_ROWS * 4
 """Of the sums that a block leaves to the next."""
 
-PLAN_BYTES = 48
-"""Of what a warp knows of its part (row_plans.py)."""
+PLAN_BYTES, GATHER_BYTES = 32, 16
+"""Of a warp's plan and of a group's gather (row_plans.py)."""
 
 FUSED_ROWS = 2
 """Up to so many rows every block converts for itself; more are converted once, in a launch of their own."""
@@ -206,7 +206,7 @@ def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int
     ring: Card.row_ring; ready: rows that were left ready."""
     is_few = fused or ready and rows <= FUSED_ROWS
     sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if is_few else 8) * 20 * 4
-    fixed = 64 + 2 * 2 * 16 * 4 + 2 * ROUND_GROUPS * 4 + BLOCK_WARPS * PLAN_BYTES
+    fixed = 64 + 2 * 2 * 16 * 4 + ROUND_GROUPS * GATHER_BYTES + BLOCK_WARPS * PLAN_BYTES
     ring_bytes = 0 if fused else BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
     return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else ring_bytes)
 

@@ -31,7 +31,7 @@ template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
 template <class S> struct Memory {   // the block's shared memory
   float* inverse;       // FUSED: [16] 1 / scale of each row
   float* stats;         // FUSED: [2 rows][2 WARPS]
-  int* edges;           // [ROUND_GROUPS][2] first warp of a group and its place there * 256, last warp
+  Gather* gathers;      // [ROUND_GROUPS]
   Plan* plans;          // [warps]
   float4* starts;       // FUSED: [units]
   uint16_t* rows;       // FUSED: [rows][stride]
@@ -41,8 +41,8 @@ template <class S> struct Memory {   // the block's shared memory
   __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows, int places) {
     inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
-    edges = reinterpret_cast<int*>(stats + 2 * 2 * WARPS);
-    plans = reinterpret_cast<Plan*>(edges + 2 * ROUND_GROUPS);
+    gathers = reinterpret_cast<Gather*>(stats + 2 * 2 * WARPS);
+    plans = reinterpret_cast<Plan*>(gathers + ROUND_GROUPS);
     starts = reinterpret_cast<float4*>(plans + BLOCK_WARPS);
     stride = units * UNIT_COLS + 8;
     rows = reinterpret_cast<uint16_t*>(starts + (S::FUSED ? units : 0));
@@ -188,11 +188,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
       fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
     if (crosses || way.left == 0) {
-      const Plan& plan = m.plans[warp];
-      const int number = plan.part.number + place;
       leave<S>(m.place(p, warp, place), acc, lane);
-      if (lane == 0 && (place > 0 || plan.flags & PLAN_FIRST)) m.edges[2 * number] = warp | place << 8;
-      if (lane == 0 && (crosses || plan.flags & PLAN_LAST)) m.edges[2 * number + 1] = warp;
       ++place;
     }
   } while (more);
@@ -203,10 +199,10 @@ template <class S> __device__ __forceinline__ float inverse_of(const LinearRows&
   else if constexpr (S::SOURCE == READY) return p.rows_in.ready.unscale;
   else return p.rows_in.inverse[row];
 }
-template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRows& p, const Memory<S>& m, int number, int t, int i, int row) {
-  const int first = m.edges[2 * number], last = m.edges[2 * number + 1], low = first & 255, each = p.places * S::PLACE_SUMS;
+template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRows& p, const Memory<S>& m, int warps, int t, int i, int row) {
+  const int low = warps & 255, last = warps >> 8 & 255, each = p.places * S::PLACE_SUMS;
   const float* from = m.sums + (t * S::NB + (row >> 3)) * S::TILE_SUMS + (row & 7) * 20 + i;
-  float total = from[low * each + (first >> 8) * S::PLACE_SUMS];
+  float total = from[low * each + (warps >> 16) * S::PLACE_SUMS];
 #pragma unroll 4
   for (int warp = low + 1; warp <= last; ++warp) total = __fadd_rn(total, from[warp * each]);
   return total;
@@ -215,30 +211,26 @@ template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRow
 // Sums of a round's groups, to where they belong: out, or the border with the next block. A warp takes a group of a row at a time,
 // the last first, as the next block waits for it.
 template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Memory<S>& m, int block, int warp, int lane) {
-  const Part part = m.plans[warp].part;
-  const int t = lane >> 4, i = lane & 15;
+  const int groups = m.plans[warp].kinds >> 4, t = lane >> 4, i = lane & 15;
 #pragma unroll 1
-  for (int k = part.groups * p.rows - 1 - warp; k >= 0; k -= BLOCK_WARPS) {
-    const int number = divided(k, p.per_row), row = k - number * p.rows, segment_index = segment_of(p.first_group, part.first_group + number);
-    const Segment& segment = p.segments[segment_index];
-    const int group = part.first_group + number - p.first_group[segment_index];
-    const bool gives = number == part.groups - 1 && part.ends & 2, takes = number == 0 && part.ends & 1;
-    const int place = (group * GROUP_TILES + t) * TILE_ROWS + i;   // unless gate and up
-    float* target = p.out + (long long)row * p.out_stride + segment.first_row + place;
-    const bool is_there = S::EPILOGUE != GATE_UP && !gives && place < segment.num_rows;
+  for (int k = groups * p.rows - 1 - warp; k >= 0; k -= BLOCK_WARPS) {
+    const int number = divided(k, p.per_row), row = k - number * p.rows, within = t * TILE_ROWS + i;
+    const Gather gather = m.gathers[number];
+    float* target = p.out + (long long)row * p.out_stride + (gather.row + within);
+    const bool gives = gather.flags & GATHER_GIVES, is_there = S::EPILOGUE != GATE_UP && !gives && within < gather.left;
     float before = 0.0f;
     if (S::EPILOGUE == ADD) load_float(before, target, is_there);   // on its way while the sums are made
-    const float factor = (segment.kind == KIND_F16 ? 1.0f : CODE_UNSCALE) * inverse_of<S>(p, m, row);
-    float value = __fmul_rn(sum_of_warps<S>(p, m, number, t, i, row), factor);
+    const float factor = (gather.flags & GATHER_F16 ? 1.0f : CODE_UNSCALE) * inverse_of<S>(p, m, row);
+    float value = __fmul_rn(sum_of_warps<S>(p, m, gather.warps, t, i, row), factor);
     const int word = (t * MAX_ROWS + row) * TILE_ROWS + i;
     if (gives) {
       post_word(p.border + (block + 1) * BORDER_WORDS + word, value);
       continue;
     }
-    if (takes) value = __fadd_rn(take_word(p.border + block * BORDER_WORDS + word), value);
+    if (gather.flags & GATHER_TAKES) value = __fadd_rn(take_word(p.border + block * BORDER_WORDS + word), value);
     if constexpr (S::EPILOGUE == GATE_UP) {
       const float up = __shfl_sync(ALL_LANES, value, i + 16);
-      const int column = group * TILE_ROWS + i;
+      const int column = (gather.flags >> 3) + i;
       const float product = __fmul_rn(silu(value), up);
       if (p.ready.units) {
         p.ready.leave(row, column, column < p.out_rows ? product : 0.0f, t == 0);
@@ -264,10 +256,13 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
     Way way;
     const Plan& plan = m.plans[warp];
     {
-      const uint4* from = reinterpret_cast<const uint4*>(p.plans + (round * (int)gridDim.x + (int)blockIdx.x) * BLOCK_WARPS + warp);
+      const int part = round * (int)gridDim.x + (int)blockIdx.x;
+      const uint4* from = reinterpret_cast<const uint4*>(p.plans + part * BLOCK_WARPS + warp);
+      const Gather gather = p.gathers[part * ROUND_GROUPS + min((int)threadIdx.x, ROUND_GROUPS - 1)];
       const uint4 first = from[0], piece = from[min(lane, (int)sizeof(Plan) / 16 - 1)];
       const int kind = (int)from[1].x >> 2 & 3;
       if (lane < (int)sizeof(Plan) / 16) reinterpret_cast<uint4*>(m.plans + warp)[lane] = piece;   // behind the weights it would wait for them
+      if (threadIdx.x < ROUND_GROUPS) m.gathers[threadIdx.x] = gather;
       __syncwarp();
       way.at = p.weights + ((long long)first.y << 32 | first.x) + lane * 16, way.second = first.z, way.left = first.w;
       auto fetch_first = [&](auto kind) { fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true); };
@@ -295,7 +290,7 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
         __syncthreads();
       }
     }
-    way.segment = plan.flags & 3, way.group = plan.group, way.step = plan.step, way.unit = plan.unit;
+    way.segment = plan.kinds & 3, way.group = plan.group, way.step = plan.step, way.unit = plan.unit;
     int place = 0;
     if (way.left == 0) {   // counts as one among the others of a group
       float none[GROUP_TILES][NB][4] = {};

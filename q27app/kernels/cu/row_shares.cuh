@@ -11,31 +11,30 @@ constexpr int MAX_SEGMENTS = 4, GROUP_TILES = 2, BLOCK_WARPS = 16, BLOCK = 32 * 
 constexpr int ROUND_GROUPS = 36;   // between two barriers, at most
 constexpr int BORDER_WORDS = GROUP_TILES * MAX_ROWS * TILE_ROWS;
 
-// What a block's round has of the line: the same in the plans of its warps, but for `number`.
-struct alignas(16) Part {
-  int number;        // of the warp's first group among the round's
-  int first_group;   // the round's first, counted through all segments
-  int groups;
-  int ends;          // 1: a block before has the beginning of the first, 2: the next one has the rest of the last
-};
 struct alignas(16) Plan {
   long long offset;   // of the warp's first step from the weights on; of one that is there, if it has none
   int second, left;   // bytes to the step's other tile; steps
-  int flags;          // segment, kind << 2, PLAN_FIRST, PLAN_LAST
+  int kinds;          // segment, kind << 2, groups of the block's round << 4
   int group, step, unit;   // of the first step: group within its segment, step within its group, unit among the activations
-  Part part;
 };
-enum { PLAN_FIRST = 16, PLAN_LAST = 32 };   // what the warp begins with is what the block has first of it, what it ends with last
+// How the sums of a group of a block's round come together, and where they belong.
+struct alignas(16) Gather {
+  int warps;          // the first one that has steps of it, the last one << 8, groups of the round that the first one leaves before << 16
+  int row, left;      // its first row of out, unless gate and up; rows from there to the end of its segment
+  int flags;          // GATHER_*, from 8 on its first column of gate and up
+};
+enum { GATHER_TAKES = 1, GATHER_GIVES = 2, GATHER_F16 = 4 };   // the block before has its beginning; the next one has the rest
 
 struct LinearRows {
   const Plan* plans;           // [rounds][blocks][BLOCK_WARPS]
+  const Gather* gathers;       // [rounds][blocks][ROUND_GROUPS]
   const unsigned char* weights;
   float* out;
   uint32_t* border;            // [blocks + 1][tile of a group][MAX_ROWS][TILE_ROWS], zero between launches
   Rows rows_in;
   Ready ready;                 // GATE_UP: where the products go as halves; no units: to out, as floats
   Segment segments[MAX_SEGMENTS];
-  int first_group[MAX_SEGMENTS], group_steps[MAX_SEGMENTS];   // first ones of no segment: 2^31 - 1
+  int group_steps[MAX_SEGMENTS];
   int rows, out_stride, out_rows;
   uint32_t per_row;            // `divided` by rows
   int rounds, places;          // places: groups of a round that a warp is in, at most
@@ -43,7 +42,6 @@ struct LinearRows {
 
 // n / d by 2^32 / d rounded up, 0 for d = 1; exact while n d < 2^32.
 __device__ __forceinline__ int divided(int n, uint32_t reciprocal) { return reciprocal ? (int)(((unsigned long long)(uint32_t)n * reciprocal) >> 32) : n; }
-__device__ __forceinline__ int segment_of(const int (&first)[MAX_SEGMENTS], int n) { return (n >= first[1]) + (n >= first[2]) + (n >= first[3]); }
 
 // Where Q4 begins with a unit that was left ready: -2^-17 times a sixteenth of the sum of 64, by the lanes' sums of 16.
 __device__ __forceinline__ float4 ready_start(uint32_t sums) {
