@@ -170,6 +170,14 @@ __device__ __forceinline__ float warp_max(float value) {
   for (int distance = 16; distance > 0; distance >>= 1) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, distance));
   return value;
 }
+// The largest of what the lanes have, none of it below zero.
+__device__ __forceinline__ float warp_max_positive(float value) {
+#ifdef Q27_ON_HOST
+  return warp_max(value);
+#else
+  return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(value)));   // bits of floats without a sign are in their order
+#endif
+}
 
 // The power of two that brings `largest` (>= 0) into [2^14, 2^15): what enters a tensor core is multiplied by it.
 __device__ __forceinline__ float half_range_scale(float largest) {

@@ -77,7 +77,7 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
 }
 __device__ __forceinline__ float largest_of(const float4& v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 
-// One row by a block of THREADS. stats: [2 WARPS] shared floats. Not `wanted`: the same without a row, nothing is read or written.
+// One row by a block of THREADS. stats: [2 WARPS] shared floats, 16-byte aligned. Not `wanted`: the same without a row, nothing is read or written.
 template <int SOURCE, class Target>
 __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse, bool wanted = true) {
   constexpr int KEEP = Norm<SOURCE>::KEEP;
@@ -105,12 +105,18 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
 #pragma unroll 1
   for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) largest = fmaxf(largest, largest_of(again(k)));
   const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
-  largest = warp_max(largest);
+  largest = warp_max_positive(largest);
   if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
   __syncthreads();
-  float sum = 0.0f, top = 0.0f;
+  const float top = warp_max_positive(stats[WARPS + lane % WARPS]);
+  float sum = 0.0f;
+  if constexpr (SOURCE == NORMED) {
+    float4 four[WARPS / 4];
 #pragma unroll
-  for (int w = 0; w < WARPS; ++w) sum = __fadd_rn(sum, stats[w]), top = fmaxf(top, stats[WARPS + w]);
+    for (int i = 0; i < WARPS / 4; ++i) four[i] = reinterpret_cast<const float4*>(stats)[i];
+#pragma unroll
+    for (int i = 0; i < WARPS / 4; ++i) sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, four[i].x), four[i].y), four[i].z), four[i].w);
+  }
   const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
   float unscale;
   const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
