@@ -1,8 +1,9 @@
 """The third held-out split, "blind": calls and recall in words that no shape of the curriculum was ever chosen by.
 
 Tools, names, wordings and filler were written in one go, as a person would, before the curriculum was changed for the weights that
-are scored on them; its shapes were chosen by what "held" and "new" got wrong, and no weights were scored here before that. Single
-words may be among the random words of training, as a user's would. Nothing of this module is used in training.
+are scored on them; its shapes were chosen by what "held" and "new" got wrong, and no weights were scored here before that, nor any others
+since (training/README.md has the scores). Single words may be among the random words of training, as a user's would. Nothing of this
+module is used in training.
 """
 
 from __future__ import annotations
