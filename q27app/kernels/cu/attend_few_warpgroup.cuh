@@ -62,19 +62,15 @@ template <int ROWS, bool OWN = false> struct Columns {
     for (int column = thread; column < KEY_WARPS * COLUMNS; column += THREADS) at(M::REFERENCE)[column] = NO_REFERENCE;
   }
 
-  // OWN: where two numbers of a query from d on lie, d even, in the order of load_queries.
-  __device__ __forceinline__ uint32_t* query(int column, int d) const {
-    const int s = d / (4 * RUN) * RUN_STEPS + d % RUN / 4, piece = s % 4 * 2 + d / 2 % 2;
-    return reinterpret_cast<uint32_t*>(shared + M::Q + (s / 4 * COLUMNS + column) * 128 + (piece ^ column % 8) * 16 + d % (4 * RUN) / RUN * 4);
-  }
-  __device__ __forceinline__ void put_factor(int column, float factor) const { at(M::FACTOR)[column] = factor * 1.4426950408889634f; }
-  // OWN: numbers of a warp, where the second tile of values will come.
+  // OWN: numbers of a warp, queries and their factors, where the second tile of values will come.
   __device__ __forceinline__ float* own_work(int warp) const { return reinterpret_cast<float*>(value_tile(1)) + warp * HEAD_DIM; }
+  __device__ __forceinline__ uint16_t* own_query(int column) const { return reinterpret_cast<uint16_t*>(own_work(KEY_WARPS)) + column * HEAD_DIM; }
+  __device__ __forceinline__ float* own_factor(int column) const { return reinterpret_cast<float*>(own_query(GROUP)) + column; }
   // The queries of the item's key head and, where the item holds the row itself, its key and value: into the cache, and into tiles that
   // were fetched without them.
   __device__ __forceinline__ void make_own(const Item& item, const RowPlace& to, const NormWeights& q_norm, const NormWeights& k_norm) const {
     constexpr int TASKS = GROUP + 2, TURNS = (TASKS + KEY_WARPS - 1) / KEY_WARPS;
-    static_assert(!OWN || (ROWS == 1 && EARLY_TILES && KEY_WARPS * HEAD_DIM * 4 <= V_HEAD), "one plain row, and a tile's room");
+    static_assert(!OWN || (EARLY_TILES && KEY_WARPS * HEAD_DIM * 4 + GROUP * (HEAD_DIM * 2 + 4) <= V_HEAD), "plain rows, and a tile's room");
     const int warp = threadIdx.x / 32, row = item.first_row, tasks = item.end > item.position ? TASKS : GROUP, local = item.position - item.start;
     float* work = own_work(warp);
     Turning from[TURNS];
@@ -89,8 +85,8 @@ template <int ROWS, bool OWN = false> struct Columns {
       const int task = warp + KEY_WARPS * i;
       if (task >= tasks) break;
       if (task < GROUP) {
-        const float factor = write_query(p, from[i], q_norm, row, work, [&](int d) { return query(task, d); });
-        if (threadIdx.x % 32 == 0) put_factor(task, factor);
+        const float factor = write_query(p, from[i], q_norm, row, work, own_query(task));
+        if (threadIdx.x % 32 == 0) *own_factor(task) = factor;
       } else if (task == GROUP) {
         norm_rope(p, from[i], k_norm, row, work);
         store_row<KEY_CODE>(work, to.key(item.head));
@@ -105,8 +101,7 @@ template <int ROWS, bool OWN = false> struct Columns {
       }
       __syncwarp();
     }
-    for (int i = threadIdx.x; i < (COLUMNS - GROUP) * HEAD_DIM / 2; i += THREADS) *query(GROUP + i / (HEAD_DIM / 2), i % (HEAD_DIM / 2) * 2) = 0;
-    if (threadIdx.x < COLUMNS - GROUP) at(M::FACTOR)[GROUP + threadIdx.x] = 1.0f;
+    __syncthreads();
   }
 
   // Queries of the item, in the order of k in which KeyRun gives keys; columns that no row has are zeros.
@@ -119,7 +114,7 @@ template <int ROWS, bool OWN = false> struct Columns {
       const int column = i / EIGHTS, eight = i % EIGHTS, run = eight * 8 / (4 * RUN), c = eight * 8 % (4 * RUN) / RUN;
       const int step = run * RUN_STEPS + eight * 8 % RUN / 4;
       uint4 value = make_uint4(0, 0, 0, 0);
-      if (column < used) value = __ldcg(reinterpret_cast<const uint4*>(queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8));
+      if (column < used) value = OWN ? *reinterpret_cast<const uint4*>(own_query(column) + eight * 8) : __ldcg(reinterpret_cast<const uint4*>(queries + (column / GROUP * NUM_HEADS + column % GROUP) * HEAD_DIM + eight * 8));
       const uint32_t word[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -129,7 +124,7 @@ template <int ROWS, bool OWN = false> struct Columns {
     }
     for (int column = threadIdx.x; column < COLUMNS; column += THREADS) {
       const float* factor = p.q_factor + (item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
-      at(M::FACTOR)[column] = column < used ? __ldcg(factor) * 1.4426950408889634f : 1.0f;
+      at(M::FACTOR)[column] = column < used ? (OWN ? *own_factor(column) : __ldcg(factor)) * 1.4426950408889634f : 1.0f;
     }
   }
 
@@ -407,7 +402,7 @@ template <int ROWS, bool OWN = false> struct Columns {
     if (threadIdx.x == 0) taken = atomicAdd(p.counter, 1);
     if (tiles > 0) {
       if (EARLY_TILES && !OWN && !all_old) fill_up(item);
-      if constexpr (!OWN) load_queries(item);
+      load_queries(item);
       clear();
       publish_shared();
       if (EARLY_TILES && (OWN || all_old)) copy_async_wait<1>();

@@ -150,9 +150,9 @@ __device__ __forceinline__ void write_key(const Attend& p, const RowPlace& to, c
 }
 __device__ __forceinline__ void write_value(const Attend& p, const RowPlace& to, int row, int head) { store_row<VALUE_CODE>(value_of(p, row, head), to.value(head)); }
 
-// One warp: a query row as fp16 in the keys' frame, scaled by a power of two, two numbers from d on at `at(d)`; returns what brings a
-// product back and divides by sqrt(D).
-template <class At> __device__ __forceinline__ float write_query(const Attend& p, const Turning& from, const NormWeights& norm, int row, float* work, At at) {
+// One warp: a query row as fp16 in the keys' frame, scaled by a power of two; returns what brings a product back and divides
+// by sqrt(D).
+__device__ __forceinline__ float write_query(const Attend& p, const Turning& from, const NormWeights& norm, int row, float* work, uint16_t* target) {
   const int lane = threadIdx.x % 32;
   norm_rope(p, from, norm, row, work);
   if constexpr (TURNED_KEYS) {
@@ -168,13 +168,14 @@ template <class At> __device__ __forceinline__ float write_query(const Attend& p
   float largest = 0.0f;
   for (int d = lane; d < HEAD_DIM; d += 32) largest = fmaxf(largest, fabsf(work[d]));
   const float scale = half_range_scale(warp_max(largest));
-  for (int d = 2 * lane; d < HEAD_DIM; d += 64) *at(d) = half2_from_floats(work[d] * scale, work[d + 1] * scale);
+  for (int d = 2 * lane; d < HEAD_DIM; d += 64)
+    *reinterpret_cast<uint32_t*>(target + d) = half2_from_floats(work[d] * scale, work[d + 1] * scale);
   return power_inverse(scale) * rsqrtf((float)HEAD_DIM);
 }
 __device__ __forceinline__ float write_query(const Attend& p, const NormWeights& norm, int row, int head, float* work, uint16_t* target) {
   Turning from;
   from.load(p, query_of(p, row, head), row);
-  return write_query(p, from, norm, row, work, [&](int d) { return reinterpret_cast<uint32_t*>(target + d); });
+  return write_query(p, from, norm, row, work, target);
 }
 
 // Where the numbers of KEYS keys go in shared memory as fp16, eight at a time: [number / 64][key][64], the 16-byte pieces of 128 bytes

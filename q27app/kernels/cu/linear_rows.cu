@@ -329,8 +329,8 @@ LINEAR_ROWS(linear_rows_ready_wide_add, READY, ADD, 2, 8)
 
 // Convert a row once for all blocks, into fragment order. grid (rows)
 //
-// The first run is one without a row, while the kernel in front still runs: other kernels ran here since, and those who wait for the row
-// would wait for instructions too.
+// The first run is one without a row, while the kernel in front still runs: since the last layer so many weights have gone by that the
+// instructions come from far, and those who wait for the row would wait for them.
 template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
   alignas(16) __shared__ float stats[2 * WARPS];
   allow_next();
