@@ -31,7 +31,7 @@ log = logging.getLogger("q27app.engine")
 
 MIN_TOKENS = 512
 STEP_TOKENS = 2048
-EARLY = 2
+EARLY = 4
 """Entries that are read when the cache is opened."""
 MAX_EARLY_BYTES = 4 << 30
 MAX_INDEXED = 4096

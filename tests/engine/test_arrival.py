@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from q27app.engine import arrival, disk_entry
+from q27app.engine import arrival, disk_cache, disk_entry
 from q27app.engine.disk_cache import DiskCache
 from q27app.engine.disk_entry import entries_of
 from q27app.engine.request import Request, SamplingParams
@@ -45,7 +45,8 @@ def one_coming_early(folder, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("device", [0, 8])
-def test_the_last_states_are_there_before_anybody_asks(tmp_path, device):
+def test_the_last_states_are_there_before_anybody_asks(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(disk_cache, "EARLY", 2)
     written(tmp_path, 1, 2, 3)
     desk = desk_of(folder=tmp_path, device=device)
     cache = desk.loaded.prefix_cache
@@ -167,6 +168,7 @@ def request_of(name, prompt, caches):
 
 
 def test_what_nobody_waits_for_any_more_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "EARLY", 2)
     written(tmp_path, 1, 2, 3)
     desk = desk_of(folder=tmp_path)
     desk.loaded.prefix_cache.arrive(20)
