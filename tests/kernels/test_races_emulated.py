@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 TILES, ATTEND, ROWS = frozenset({"linear_tiles"}), frozenset({"attend_prefill", "attend_decode"}), frozenset({"linear_rows"})
-DELTA = frozenset({"delta_flow", "delta_step"})
+DELTA = frozenset({"delta_flow"})   # delta_step has arrays of fixed size alone, which are not watched
 
 
 def multiply(device: EmulatedDevice, monkeypatch, shape: str, dtype, rows: int = 150) -> None:
@@ -59,10 +59,10 @@ def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] =
     assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 640), stage, "decode", counts) < cuda_checks.TENSOR_CORE_TOLERANCE
 
 
-def flow(device: EmulatedDevice, counts: tuple[int, ...] = (1,) * 9) -> None:
+def flow(device: EmulatedDevice) -> None:
     """The delta rule of many sequences of one row: more shares than blocks, so that places of the ring go round."""
     bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=64, delta_key_heads=2, delta_value_heads=4))
-    bench.beside(bench.rows(2 * max(counts)), counts)
+    bench.beside(bench.rows(2), (1,) * 9)
 
 
 def assert_clean(found: Races) -> None:
@@ -97,11 +97,10 @@ def test_rings_of_rows(specs):
     assert_clean(device.races())
 
 
-@pytest.mark.parametrize("counts", [(1,) * 9, (3, 1), (1,)], ids=["flow", "rows", "one"])
-def test_shared_memory_of_the_delta_rule(counts):
+def test_shared_memory_of_the_delta_rule_of_many_sequences():
     device = EmulatedDevice(replace(CARD, num_sms=2), watched=DELTA)
-    flow(device, counts)
-    assert device.races().bulk_copies or len(counts) < 9
+    flow(device)
+    assert device.races().bulk_copies
     assert_clean(device.races())
 
 
