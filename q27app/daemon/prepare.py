@@ -175,13 +175,12 @@ async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | N
     """What the answers must look like, one constraint each; None where anything goes."""
     from q27app.chat import grammar
 
-    tools = grammar.as_printed(offered_tools(chat.tools, chat.tool_choice), daemon.template.sorts_keys)
     dialect, parallel = _dialect(daemon, chat), chat.tool_choice.parallel
     if is_tool_forced(chat):
-        param, source = "tools", lambda: grammar.calls_source(tools, dialect, parallel)
+        param, source = "tools", lambda tools: grammar.calls_source(tools, dialect, parallel)
     elif chat.answer_schema is not None:
         param, schema = "response_format", chat.answer_schema
-        source = lambda: grammar.answer_source(schema, tools, dialect, parallel)  # noqa: E731
+        source = lambda tools: grammar.answer_source(schema, tools, dialect, parallel)  # noqa: E731
     else:
         return [None] * chat.num_answers
     if not grammar.is_available():
@@ -194,7 +193,8 @@ async def _constraints(daemon: Daemon, chat: ChatRequest) -> list[Constraint | N
         )
 
     def compile_all() -> list[Constraint | None]:
-        text, compiler = source(), daemon.constraints()
+        tools = grammar.as_printed(offered_tools(chat.tools, chat.tool_choice), daemon.template.sorts_keys)
+        text, compiler = source(tools), daemon.constraints()
         return [compiler.compile(text, param) for _ in range(chat.num_answers)]
 
     return await asyncio.get_running_loop().run_in_executor(daemon.executor, compile_all)
