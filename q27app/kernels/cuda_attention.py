@@ -66,6 +66,11 @@ def prefill_block(card, form, head_dim: int) -> tuple[int, int]:
     return 2 * QUERIES, sum(3 * tile if row == plain else 2 * tile + 2 * STEP * row for row in rows)
 
 
+def _starts_early(batch: Batch) -> bool:
+    """Whether the first kernel of the stage may: a draft step moves the positions, and later kernels look at them before they wait."""
+    return batch.phase not in ("prefill", "draft")
+
+
 class Attention:
     """The attend stage of a backend; owns no memory."""
 
@@ -85,9 +90,7 @@ class Attention:
         if o is not None:
             args.q_half, args.q_factor = backend.scratch.queries(batch.num_rows)
             tasks += geometry.num_heads
-        # a draft step moves the positions, and later kernels look at them before they wait
-        backend.launch("attend_rows", "attend_rows", (batch.num_rows, -(-tasks // 8)), 256, 0, args,
-                       dependent=batch.phase not in ("prefill", "draft"))
+        backend.launch("attend_rows", "attend_rows", (batch.num_rows, -(-tasks // 8)), 256, 0, args, dependent=_starts_early(batch))
         if o is not None:
             (self._prefill if backend.is_prefill else self._decode)(args, y, o, batch)
 
@@ -154,7 +157,7 @@ class Attention:
             if item_rows == 1 and backend.state.form.key.low_bits and blocks > few:
                 blocks, shared = few, max(shared, card.sm_shared // few // 1024 * 1024 - BLOCK_SHARED)   # so that no more fit
             kernel = "attend_decode_own" if makes_own else f"attend_decode_{item_rows}"
-            backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not makes_own or batch.phase != "draft")
+            backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not makes_own or _starts_early(batch))
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out = y.row(first), o.row(first)

@@ -61,8 +61,7 @@ def plan_warps(shares: RowShares, segments: Sequence[Segment], units: int, wrap:
     low, high = (part[..., None] for part in _rounds(shares, segments, units, line))
     warps = np.arange(BLOCK_WARPS)
     start, stop = low + ((high - low) * warps >> 4), low + ((high - low) * (warps + 1) >> 4)
-    at = np.minimum(start, shares.total - 1)   # there, even if the warp has nothing to do
-    segment, group, step = line.segment(at), line.group(at), line.step(at)
+    segment, group, step = line.segment(start), line.group(start), line.step(start)   # before the line's end, even where a warp has nothing to do
     offsets, tile_bytes, num_tiles, step_bytes, step_units, kinds = (np.array(values)[segment] for values in zip(*(
         (s.offset, s.tile_bytes, s.num_tiles, STEP_UNITS[s.kind] * UNIT_BYTES[s.kind], STEP_UNITS[s.kind], s.kind) for s in segments), strict=True))
     out = np.zeros(start.shape, PLAN)
@@ -86,7 +85,7 @@ def _gathers(segments: Sequence[Segment], line: _Line, low: np.ndarray, high: np
     end = begin + line.lengths[segment]
     has_steps = (start[..., None, :] < np.minimum(end, high)[..., None]) & (stop[..., None, :] > np.maximum(begin, low)[..., None]) & (stop > start)[..., None, :]
     first, last = has_steps.argmax(-1), BLOCK_WARPS - 1 - has_steps[..., ::-1].argmax(-1)
-    before = number - line.number(np.minimum(np.take_along_axis(start, first, -1), high - 1))
+    before = number - line.number(np.take_along_axis(start, first, -1))
     first_rows, num_rows, kinds = (np.array(values)[segment] for values in zip(*((s.first_row, s.num_rows, s.kind) for s in segments), strict=True))
     out, rows = np.zeros(number.shape, GATHER), GROUP_TILES * TILE_ROWS
     out["warps"] = first | last << 8 | np.where(has_steps.any(-1), before, 0) << 16

@@ -47,7 +47,7 @@ def test_plans_and_gathers_go_along_the_line(name, num_sms):
             for row, gather in zip(plans[:, block], gathers[:, block], strict=True):
                 low, size, owners = position, int(row["left"].sum()), {}
                 for warp, plan in enumerate(row):
-                    segment, group, step, _ = line[min(position, len(line) - 1)]
+                    segment, group, step, _ = line[position]
                     part = segments[segment]
                     bytes_before = (group * GROUP_TILES * part.tile_bytes + step * STEP_UNITS[part.kind] * UNIT_BYTES[part.kind])
                     assert plan["offset"] == part.offset + bytes_before

@@ -255,6 +255,14 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
     Flight flight;
     Way way;
     const Plan& plan = m.plans[warp];
+    auto begin = [&](auto kind) {
+      fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true);
+    };
+    auto by_kind = [&](int kind, auto call) {
+      if (kind == KIND_Q4) call(Kind<KIND_Q4>());
+      else if (kind == KIND_Q8) call(Kind<KIND_Q8>());
+      else call(Kind<KIND_F16>());
+    };
     {
       const int part = round * (int)gridDim.x + (int)blockIdx.x;
       const uint4* from = reinterpret_cast<const uint4*>(p.plans + part * BLOCK_WARPS + warp);
@@ -265,20 +273,8 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       if (threadIdx.x < ROUND_GROUPS) m.gathers[threadIdx.x] = gather;
       __syncwarp();
       way.at = p.weights + ((long long)first.y << 32 | first.x) + lane * 16, way.second = first.z, way.left = first.w;
-      auto fetch_first = [&](auto kind) { fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true); };
-      if (kind == KIND_Q4) fetch_first(Kind<KIND_Q4>());
-      else if (kind == KIND_Q8) fetch_first(Kind<KIND_Q8>());
-      else fetch_first(Kind<KIND_F16>());
+      by_kind(kind, begin);
     }
-    auto begin = [&](auto kind) {
-      fetch<kind.value>(flight, way.at, way.second, 0, lane, true), fetch<kind.value>(flight, way.at, way.second, 1, lane, true);
-    };
-    auto by_kind = [&](auto call) {
-      const int kind = p.segments[way.segment].kind;
-      if (kind == KIND_Q4) call(Kind<KIND_Q4>());
-      else if (kind == KIND_Q8) call(Kind<KIND_Q8>());
-      else call(Kind<KIND_F16>());
-    };
     if (round == 0) {
       Norm<SOURCE> norm;
       norm.load(p.rows_in);
@@ -297,10 +293,10 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       leave<S>(m.place(p, warp, 0), none, lane);
     }
     while (way.left > 0) {
-      by_kind([&](auto kind) { run<kind.value, S>(p, m, flight, way, warp, lane, place); });
+      by_kind(p.segments[way.segment].kind, [&](auto kind) { run<kind.value, S>(p, m, flight, way, warp, lane, place); });
       if (way.left == 0) break;
       ++way.segment, way.group = 0, way.step = 0, way.aim(p, lane);
-      by_kind(begin);
+      by_kind(p.segments[way.segment].kind, begin);
     }
     __syncthreads();
     reduce_round<S>(p, m, block_anew(), warp, lane);

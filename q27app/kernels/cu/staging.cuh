@@ -77,7 +77,8 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
 }
 __device__ __forceinline__ float largest_of(const float4& v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 
-// One row by a block of THREADS. stats: [2 WARPS] shared floats, 16-byte aligned. Not `wanted`: the same without a row, nothing is read or written.
+// One row by a block of THREADS. stats: [2 WARPS] shared floats, 16-byte aligned. Not `wanted`: the same without a row: of its numbers nothing is read
+// (row_map is, which the pass begins with), and nothing is written.
 template <int SOURCE, class Target>
 __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse, bool wanted = true) {
   constexpr int KEEP = Norm<SOURCE>::KEEP;
