@@ -60,6 +60,14 @@ def test_the_last_states_are_there_before_anybody_asks(tmp_path, monkeypatch, de
     close(desk)
 
 
+def test_four_states_come_before_anybody_asks(tmp_path):
+    written(tmp_path, 1, 2, 3, 4, 5)
+    desk = desk_of(folder=tmp_path, device=8)
+    desk.loaded.prefix_cache.arrive(20)
+    assert desk.loaded.prefix_cache.store.count == desk.loaded.prefix_cache.to_dict()["disk"]["read"] == 4
+    close(desk)
+
+
 def test_a_damaged_one_is_deleted_before_anybody_asks(tmp_path):
     written(tmp_path, 1)
     (path,) = entries_of(tmp_path)
