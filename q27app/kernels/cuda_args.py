@@ -37,6 +37,10 @@ class PairSizes(ctypes.Structure):
     _fields_ = _fields(p="weights norm out", i="kind rows cols tile_bytes wrap")
 
 
+class RowSizes(ctypes.Structure):
+    _fields_ = _fields(p="weights norm gain out", i="kind rows cols tile_bytes wrap gain_rows")
+
+
 class Rows(ctypes.Structure):
     """Activation rows (staging.cuh)."""
 
@@ -96,10 +100,10 @@ class SiluMul(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    _fields_ = _fields(
+    _fields_ = [*_fields(
         p="y q_norm k_norm rope positions row_starts block_tables blocks part_ml part_o q_half q_factor out counter",
         l="block_bytes layer_offset", i="num_seqs rows y_stride out_stride max_blocks first_position max_splits", f="eps",
-    )
+    ), ("ready", Ready), ("ready_row", INT)]
 
 
 class Delta(ctypes.Structure):

@@ -83,7 +83,10 @@ class Attention:
         width = 2 * geometry.num_heads * geometry.head_dim + 2 * geometry.num_kv_heads * geometry.head_dim
         if y.shape[1] != width or o is not None and o.shape[1] != geometry.num_heads * geometry.head_dim:
             raise Q27Error(f"attend: y has {y.shape[1]} columns, expected {width}.")
+        ready = backend.ready.attended(layer, o) if o is not None else None
         args = self._args(y, layer, o, batch)
+        if ready is not None:
+            args.ready = ready
         if o is not None and self._makes_own():
             return self._decode(args, y, o, batch, makes_own=True)
         tasks = 2 * geometry.num_kv_heads
@@ -160,7 +163,7 @@ class Attention:
             backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not makes_own or _starts_early(batch))
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
-            merge.y, merge.out = y.row(first), o.row(first)
+            merge.y, merge.out, merge.ready_row = y.row(first), o.row(first), first
             if not makes_own:
                 merge.counter = 0
             grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))

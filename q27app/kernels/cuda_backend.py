@@ -24,7 +24,7 @@ from q27app.kernels.cuda_attention import ITEM_ROWS, Attention, decode_by_warpgr
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
-from q27app.kernels.cuda_ready import ready_bytes
+from q27app.kernels.cuda_ready import ReadyRows, ready_bytes
 from q27app.kernels.cuda_sampling import Sampler, sampler_sizes
 from q27app.kernels.cuda_scratch import Scratch
 from q27app.kernels.cuda_state import CudaState, record_row
@@ -106,6 +106,11 @@ class CudaBackend:
 
     def free_bytes(self) -> int:
         return self.device.free_bytes()
+
+    @property
+    def ready(self) -> ReadyRows:
+        """What is left as the row family reads it."""
+        return self._linear.ready
 
     @property
     def runtime_bytes(self) -> int:

@@ -1,8 +1,10 @@
-"""Products of a gate and an up that are left as the row family reads them (ready.cuh): their scale, and what is there of them.
+"""Rows that are left as the row family reads them (ready.cuh), products of a gate and an up and what was attended: their scale, and
+what is there of them.
 
 norm(x) is at most sqrt(hidden) long, so that a row of the gate gives at most its length (times the norm's weights) times that;
 alike the up, and |silu(g)| <= |g|. The largest product of the two of all rows bounds whatever can come out, so that one power
-of two holds for every row of every pass: what a row becomes depends on no other row.
+of two holds for every row of every pass: what a row becomes depends on no other row. What was attended is a mean of values times a sigmoid: no larger than
+the largest of its column, or, where values are turned, than the longest of its block.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import numpy as np
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
-from q27app.kernels.cuda_weights import UNIT_COLS, CudaVector, CudaWeight
+from q27app.kernels.cuda_weights import TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight
 from q27app.kernels.memory import CudaBuffer
 
 READY_BYTES = 2304
@@ -48,12 +50,25 @@ def fixed_scale(sizes: np.ndarray, hidden: int) -> float:
     return float(scale) if usual >= USUAL else 0.0
 
 
+def value_scale(sizes: np.ndarray, hidden: int, block: int) -> float:
+    """The power of two for what is attended of values that rows of these lengths give, or 0 as fixed_scale. block: values that are
+    turned together."""
+    sizes = np.asarray(sizes, np.float64)
+    longest = np.sqrt(np.square(sizes).reshape(-1, block).sum(axis=1)).max()
+    largest = 1.1 * longest * np.sqrt(hidden) + 2.0 ** -9   # e4m3 may make a value larger by 2^-4 of it, or by 2^-10
+    if not 1e-30 < longest < 1e30:
+        return 0.0
+    scale = 2.0 ** np.floor(np.log2(TOP / largest))
+    usual = 2.0 ** -5 * np.median(sizes) * scale   # a mean of many, half of which the gate lets through
+    return float(scale) if usual >= USUAL else 0.0
+
+
 class ReadyRows:
     """Of a backend: scales by weight, and the buffers whose rows lie ready in scratch memory instead."""
 
     def __init__(self, backend) -> None:
         self._backend = backend
-        self._scales: dict[tuple[int, int], float] = {}
+        self._scales: dict[tuple[int, ...], float] = {}
         self._left: dict[int, cuda_args.Ready] = {}
 
     def leave(self, norm: CudaVector, weight: CudaWeight, h: CudaBuffer) -> cuda_args.Ready | None:
@@ -67,6 +82,22 @@ class ReadyRows:
         records = self._backend.scratch.ready(ready_bytes(*h.shape))
         self._left[h.address] = cuda_args.Ready(records, ready_units(h.shape[1]), scale, 1 / scale)
         return self._left[h.address]
+
+    def attended(self, layer, o: CudaBuffer) -> cuda_args.Ready | None:
+        """Where attention leaves the rows of o, from now on; None: in o itself."""
+        self._left.pop(o.address, None)
+        if self._backend.is_prefill or o.shape[1] % (UNIT_COLS * RECORD_UNITS):
+            return None
+        state = self._backend.state
+        block, key = state.form.value.multiple, (layer.project.address, layer.norm.address, state.form.value.multiple)
+        if key not in self._scales:
+            values = state.geometry.num_kv_heads * state.geometry.head_dim
+            self._scales[key] = value_scale(self._last_sizes(layer.norm, layer.project, values), layer.project.shape[1], block)
+        scale = self._scales[key]
+        if not scale:
+            return None
+        self._left[o.address] = cuda_args.Ready(self._backend.scratch.attended(o.shape[0]), ready_units(o.shape[1]), scale, 1 / scale)
+        return self._left[o.address]
 
     def of(self, h: CudaBuffer) -> cuda_args.Ready | None:
         return self._left.get(h.address)
@@ -91,12 +122,30 @@ class ReadyRows:
     def _sizes(self, norm: CudaVector, weight: CudaWeight) -> np.ndarray:
         """[rows of the gate] lengths of gate and up multiplied, by the device."""
         backend, segment, rows = self._backend, weight.segments[0], weight.segments[0].num_rows
-        if backend.device.is_recording:
-            raise Q27Error("a stage is recorded that has not run before.")
+        self._check_runs()
         out = backend.scratch.wide(1, rows)
         args = cuda_args.PairSizes(weight.address, norm.address, out.address, segment.kind, rows, weight.shape[1], segment.tile_bytes, weight.wrap)
         backend.launch("repack", "pair_sizes", (-(-rows // 8),), 256, 0, args, dependent=False)
         return backend.device.download(out.address, 4 * rows).view(np.float32)
+
+    def _last_sizes(self, norm: CudaVector, weight: CudaWeight, count: int) -> np.ndarray:
+        """[count] lengths of the last rows of a row list, by the device."""
+        backend, first = self._backend, weight.shape[0] - count
+        self._check_runs()
+        out = backend.scratch.wide(1, count)
+        for segment in weight.segments:
+            start, end = max(first, segment.first_row), segment.first_row + segment.num_rows
+            if start < end:
+                tiles, within = divmod(start - segment.first_row, TILE_ROWS)
+                assert not within, (start, segment)
+                args = cuda_args.RowSizes(weight.address + segment.offset + tiles * segment.tile_bytes, norm.address, 0,
+                                          out.address + 4 * (start - first), segment.kind, end - start, weight.shape[1], segment.tile_bytes, weight.wrap)
+                backend.launch("repack", "row_sizes", (-(-(end - start) // 8),), 256, 0, args, dependent=False)
+        return backend.device.download(out.address, 4 * count).view(np.float32)
+
+    def _check_runs(self) -> None:
+        if self._backend.device.is_recording:
+            raise Q27Error("a stage is recorded that has not run before.")
 
 
 def part_of(ready: cuda_args.Ready, start: int) -> cuda_args.Ready:

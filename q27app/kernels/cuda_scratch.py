@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from q27app.errors import Q27Error
+from q27app.kernels import cuda_ready
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_attention import ATTEND_ROWS, COUNTERS
 from q27app.kernels.cuda_tiles import MAX_TILE_SPLITS, SIDE_BY_SIDE_ROWS
@@ -25,7 +26,7 @@ class Scratch:
         heads, dim = geometry.num_heads, geometry.head_dim
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
         self._value_heads = geometry.delta_value_heads
-        self._query_row = heads * dim
+        self._query_row, self._query_heads = heads * dim, heads
         self.max_splits = cut_count(card.attend_defines(), min(64 * num_blocks, MAX_CONTEXT))
         self.border = arena.take_zeros((card.num_sms + 1) * BORDER_BYTES)
         """What blocks of the row family leave to the next ones."""
@@ -38,7 +39,8 @@ class Scratch:
         self._inverse = arena.take(max_rows * 4)
         self.staged = (self._halves, arena.take(32 * halves_width // 64 * 4), arena.take(16 * 4))
         """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], starts [units, rows, 2], 1 / scale [rows]."""
-        shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + 256,
+        attended = 512 + cuda_ready.ready_bytes(max_rows, self._query_row)
+        shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + attended,
                      max_rows * wide_width * 4, ready_bytes,
                      MAX_TILE_SPLITS * min(max_rows, SIDE_BY_SIDE_ROWS) * geometry.hidden_size * 4 if card.has_warpgroups else 0)
         self._shared, self._shared_bytes = arena.take(shared), shared
@@ -63,6 +65,11 @@ class Scratch:
         """fp16 [rows, heads, head_dim], float32 [rows, heads]."""
         self._check(rows)
         return self._shared, self._shared + -(-rows * self._query_row * 2 // 256) * 256
+
+    def attended(self, rows: int) -> int:
+        """Room for rows that attention leaves ready, behind their queries."""
+        end = self.queries(rows)[1] + rows * self._query_heads * 4
+        return -(-end // 256) * 256
 
     def holds(self, nbytes: int) -> bool:
         return nbytes <= self._shared_bytes

@@ -130,7 +130,8 @@ def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, 
     percent too much rather than too little."""
     halves = 2 * max(config.intermediate_size, 2 * config.hidden_size, config.attention_width, config.delta_width)
     ready = -(-config.intermediate_size // 256) * 576   # cuda_ready.ready_bytes of a row
-    shared = max(4 * max(2 * config.hidden_size, config.delta_project_width, config.attention_width), ready)
+    attended = 2 * config.attention_width + 4 * config.num_heads + -(-config.attention_width // 256) * 576   # queries, and rows left ready
+    shared = max(4 * max(2 * config.hidden_size, config.delta_project_width, config.attention_width), ready, attended)
     cuts = 4 * MAX_DECODE_ROWS * MAX_CUTS * config.num_heads * (config.head_dim + 2)
     sampler = (4 * max_logit_rows + max_logit_rows // 8) * config.vocab_size
     record = 4 * config.num_delta_layers * max_record_rows * config.delta_project_width

@@ -22,20 +22,28 @@ from q27app.weights.dtypes import F32
 from tests.kernels.made import begin_alone, make_batch, relative_error
 
 
-class AttendBench:
-    """One geometry and format on a device: a state, norms, and layers that share them."""
+COLS, LARGEST_VALUE = 64, 8.0
 
-    def __init__(self, device, config: ModelConfig, name: str, blocks: int, layers: int = 1, max_rows: int = 256) -> None:
+
+class AttendBench:
+    """One geometry and format on a device: a state, norms, and layers that share them. is_ready: what is attended is left as the next
+    stage reads it, as the project's rows for values would be of alike sizes, all below LARGEST_VALUE."""
+
+    def __init__(self, device, config: ModelConfig, name: str, blocks: int, layers: int = 1, max_rows: int = 256, is_ready: bool = True) -> None:
         random = np.random.default_rng(2)
         self.config, self.name, self.layers = config, name, layers
         self.backend = CudaBackend(device)
         self.norms = [(1 + 0.2 * random.standard_normal(config.head_dim)).astype(np.float32) for _ in range(2)]
         held = [self.backend.load([Tensor("norm", F32, (config.head_dim,), norm.view(np.uint8).reshape(1, -1))]) for norm in self.norms]
         self.width = 2 * config.attention_width + 2 * config.num_kv_heads * config.head_dim
+        rows, one = np.full((self.width, COLS), LARGEST_VALUE / COLS, np.float32), np.ones(COLS, np.float32)
+        rows[-1] *= 1.0 if is_ready else 1e4
+        made = {"project": self.backend.load([Tensor("project", F32, rows.shape, rows.view(np.uint8))]),
+                "norm": self.backend.load([Tensor("norm", F32, (COLS,), one.view(np.uint8).reshape(1, -1))])}
         self.y = self.backend.empty((max_rows, self.width), "float32", "y")
         self.out = self.backend.empty((max_rows, config.attention_width), "float32", "out")
         self.state = self.backend.allocate_state(config, 1, layers, name, 1, blocks, 16)
-        self.layer = [SimpleNamespace(q_norm=held[0], k_norm=held[1], kv_index=index, first_position=0) for index in range(layers)]
+        self.layer = [SimpleNamespace(q_norm=held[0], k_norm=held[1], kv_index=index, first_position=0, **made) for index in range(layers)]
         self.table = list(range(blocks))
 
     def put(self, rows: np.ndarray) -> None:

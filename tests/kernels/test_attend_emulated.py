@@ -14,10 +14,10 @@ from q27app.kernels import cuda_attention
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
-from q27app.weights.dtypes import Q8_G128
+from q27app.weights.dtypes import Q4_G64, Q8_G128
 from tests.kernels import attend_checks, cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
-from tests.kernels.made import begin_alone, make_batch
+from tests.kernels.made import begin_alone, make_batch, relative_error
 
 pytestmark = needs_compiler
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
@@ -210,3 +210,33 @@ def test_rows_that_attention_makes_itself_are_those_of_attend_rows(monkeypatch):
         device.check_guards()
     assert all(np.array_equal(a, b) for a, b in zip(outs[0][0], outs[1][0], strict=True))
     assert np.array_equal(outs[0][1], outs[1][1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, card, lengths", [
+    ("fp8", CARD, (1,)), ("fp8", CARD, (7, 7, 7)), ("fp16", CARD, (2, 1)), ("turbo5k", CARD, (8,)), ("turbo3", SMALL_CARD, (7, 12)), ("fp8", ADA_CARD, (16, 1))],
+    ids=["fp8", "fp8, 3 sequences of 7", "fp16", "turbo5k", "turbo3 by warps, 99 KiB", "fp8 by warps"])
+def test_rows_left_ready_are_the_floats_that_it_gives(name, card, lengths):
+    """Each number to half a step of a half, and what the next stage makes of them; a launch of attention may begin inside a record."""
+    random, count, found = np.random.default_rng(5), sum(lengths), []
+    rows = random.standard_normal((count, CONFIG.attention_width * 2 + 2 * CONFIG.num_kv_heads * CONFIG.head_dim)).astype(np.float32)
+    made = cuda_checks.made_tensor(random, "out", 72, CONFIG.attention_width, Q4_G64)
+    for is_ready in (False, True):
+        device = EmulatedDevice(card)
+        bench = attend_checks.AttendBench(device, CONFIG, name, 2 * len(lengths), 1, 80, is_ready)
+        backend, out, weight = bench.backend, bench.out.rows(count), bench.backend.load([made])
+        attend_checks.fill(bench, 128 * len(lengths))
+        bench.put(rows)
+        batch = make_batch("decode", [[0] * length for length in lengths], [50 + 3 * seq for seq in range(len(lengths))], [0] * len(lengths),
+                           [[2 * seq, 2 * seq + 1] for seq in range(len(lengths))])
+        begin_alone(backend, batch, bench.state)
+        backend.attend(bench.y.rows(count), bench.layer[0], out)
+        ready = backend.ready.of(out)
+        assert (ready is not None) == is_ready
+        x = backend.upload(np.zeros((count, 72), np.float32))
+        if is_ready:
+            backend.add_linear(weight, out, x)
+        found.append(backend.download(out))
+        device.check_guards()
+    assert (np.abs(found[1] - found[0]) <= 2.0 ** -11 * np.abs(found[0]) + 2.0 ** -25 / ready.scale * 16).all()
+    assert relative_error(backend.download(x), found[0] @ made.values().T) < cuda_checks.TENSOR_CORE_TOLERANCE

@@ -7,7 +7,8 @@ import pytest
 
 from q27app.kernels import cuda_ready
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.kernels.cuda_ready import fixed_scale
+from q27app.kernels.cuda_ready import fixed_scale, value_scale
+from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
@@ -56,3 +57,24 @@ def test_both_stages_equal_numpy_and_keep_a_rows_bits(width, dtype, last, peak, 
     both.run(state, cuda_checks.rows_with_peaks(random, 5, COLS, row))
     assert both.run(state, cuda_checks.rows_with_peaks(random, 20, COLS, row), "prefill")[1] < cuda_checks.TWO_STAGES_TOLERANCE
     device.check_guards()
+
+
+def test_no_value_that_a_format_keeps_reaches_the_largest_half():
+    """The worst rows: along one value's row, and along a whole block's; values that a format makes larger, and those near its smallest."""
+    random = np.random.default_rng(0)
+    for hidden, size in ((64, 1e-3), (512, 1.0)):
+        rows = random.standard_normal((256, hidden)) * size
+        rows[40:60] = rows[40] * np.linspace(0.5, 1.0, 20)[:, None]
+        for form in ("fp16", "fp8", "turbo5k", "turbo3"):
+            codec = kv_format(form).value
+            scale = value_scale(np.linalg.norm(rows, axis=1), hidden, codec.multiple)
+            assert scale > 0 and np.log2(scale) == round(np.log2(scale))
+            x = rows / np.sqrt(np.square(rows).mean(axis=1, keepdims=True))
+            values = codec.turn_back(codec.decode(codec.encode((x @ rows.T).astype(np.float32))))
+            assert np.abs(values).max() * scale <= cuda_ready.TOP
+
+
+@pytest.mark.parametrize("block", [1, 128])
+@pytest.mark.parametrize("size", [0.0, np.nan, np.inf, 1e6])
+def test_values_without_a_scale_stay_floats(size, block):
+    assert value_scale(np.array([size] + [size if size != 1e6 else 1.0] * 255, np.float32), 1024, block) == 0.0

@@ -1,7 +1,7 @@
 // attend_decode: causal attention of few rows, split over the context; attend_merge, attend_merge_many: the splits of a row, turned
 // back, and the output gate.
 // Reference: reference.attend      Used by: layers.run_layer, after attend_rows
-// Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32
+// Shapes:    q_half [rows, A, D], the cache, gates of y [rows, 2 A D + 2 G D] f32 -> out [rows, A D] f32, or left ready (ready.cuh)
 // Layout:    kv_format.cuh
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
 //            at least Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
@@ -79,6 +79,29 @@ struct Part {
   }
 };
 
+// A lane's columns of a row as the next stage reads them, from `place` on. The whole warp calls. The scale is known from the weights;
+// a cache that was filled by other means saturates.
+__device__ __forceinline__ void leave_ready(const Ready& ready, int row, int place, const float (&value)[PER_LANE]) {
+  const bool is_second = place & 4;
+  const float scale = is_second ? __fmul_rn(ready.scale, 0.0625f) : ready.scale;
+  uint32_t words[PER_LANE / 2];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE / 2; ++i) {
+    words[i] = half2_from_floats(to_half_range(__fmul_rn(value[2 * i], scale)), to_half_range(__fmul_rn(value[2 * i + 1], scale)));
+    sum = __fadd_rn(sum, __fadd_rn(half_to_float((uint16_t)words[i]), half_to_float((uint16_t)(words[i] >> 16))));
+  }
+  if (!is_second) sum = __fmul_rn(sum, 0.0625f);
+#pragma unroll
+  for (int distance = 8 / PER_LANE; distance > 0; distance >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
+  if constexpr (PER_LANE == 4) *reinterpret_cast<uint2*>(ready.half(row, place)) = make_uint2(words[0], words[1]);
+  else *reinterpret_cast<uint32_t*>(ready.half(row, place)) = words[0];
+  if (place % 16 == 0) {
+    const uint16_t high = half_from_float(sum), low = half_from_float(__fsub_rn(sum, half_to_float(high)));
+    reinterpret_cast<uint32_t*>(ready.record(row, place) + READY_SUMS)[(row >> 3 & 1) * 32 + ready.lane_of(row, place)] = high | (uint32_t)low << 16;
+  }
+}
+
 // Sums of each eighth cut by a warp, then the eight in order.
 __device__ __forceinline__ void merge_cuts(const Attend& p) {
   __shared__ float values[MERGE_WARPS][MERGE_DIMS], sums[MERGE_WARPS], tops[MERGE_WARPS];
@@ -125,9 +148,12 @@ __device__ __forceinline__ void merge_cuts(const Attend& p) {
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) value[i] = sum > 0.0f ? value[i] / sum : 0.0f;
   if constexpr (TURNED_VALUES) turn_back(value);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) value[i] *= sigmoid(gate[i]);
+  if (p.ready.units) return leave_ready(p.ready, p.ready_row + row, head * HEAD_DIM + first, value);
   float* target = p.out + (long long)row * p.out_stride + head * HEAD_DIM + first;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) target[i] = value[i] * sigmoid(gate[i]);
+  for (int i = 0; i < PER_LANE; ++i) target[i] = value[i];
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS) attend_merge(const __grid_constant__ Attend p) { merge_cuts(p); }

@@ -5,6 +5,7 @@
 // 3: turbo3v, fp16 keys and 3-bit values. 4: turbo5k, 5-bit keys and 3-bit values. Codes of bits: wht.cuh; rows of such keys
 // and values stay turned, queries are turned once and what was attended is turned back once.
 #pragma once
+#include "ready.cuh"
 #include "wht.cuh"
 
 constexpr int CODE_HALF = 0, CODE_FP8 = 1, CODE_3 = 2, CODE_5 = 3;
@@ -44,6 +45,8 @@ struct Attend {
   long long block_bytes, layer_offset;
   int num_seqs, rows, y_stride, out_stride, max_blocks, first_position, max_splits;
   float eps;
+  Ready ready;                // where rows are left in place of out, and which of its rows is row 0
+  int ready_row;
 };
 constexpr int COUNTERS = 64;
 

@@ -83,23 +83,42 @@ struct PairSizes {
   int kind, rows, cols, tile_bytes, wrap;
 };
 
+// Length of a tile's row times the norm. One warp.
+__device__ __forceinline__ float row_size(int kind, const unsigned char* tile, int row, const float* norm, int cols, int wrap) {
+  float sum = 0.0f;
+  for (int column = threadIdx.x % 32; column < cols; column += 32) {
+    float value = packed_value(kind, tile, row, column);
+    if (wrap) value = __fadd_rn(value, packed_value(kind, tile, row, column + wrap * UNIT_COLS));
+    value = __fmul_rn(value, norm[column]);
+    sum = fmaf(value, value, sum);
+  }
+  return sqrtf(warp_sum(sum));
+}
+
 // Lengths of a gate's row times the norm and of its up's, multiplied: [rows]. grid (rows / 8), block (256), a warp a row.
 extern "C" __global__ void __launch_bounds__(256) pair_sizes(const __grid_constant__ PairSizes p) {
   const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= p.rows) return;
   float size[2];
-  for (int half = 0; half < 2; ++half) {
-    const unsigned char* tile = p.weights + (long long)(row / TILE_ROWS * 2 + half) * p.tile_bytes;
-    float sum = 0.0f;
-    for (int column = lane; column < p.cols; column += 32) {
-      float value = packed_value(p.kind, tile, row % TILE_ROWS, column);
-      if (p.wrap) value = __fadd_rn(value, packed_value(p.kind, tile, row % TILE_ROWS, column + p.wrap * UNIT_COLS));
-      value = __fmul_rn(value, p.norm[column]);
-      sum = fmaf(value, value, sum);
-    }
-    size[half] = sqrtf(warp_sum(sum));
-  }
+  for (int half = 0; half < 2; ++half)
+    size[half] = row_size(p.kind, p.weights + (long long)(row / TILE_ROWS * 2 + half) * p.tile_bytes, row % TILE_ROWS, p.norm, p.cols, p.wrap);
   if (lane == 0) p.out[row] = __fmul_rn(size[0], size[1]);
+}
+
+struct RowSizes {
+  const unsigned char* weights;   // tiles of a segment
+  const float* norm;              // [cols]
+  const float* gain;              // [gain_rows], or null
+  float* out;                     // [rows]
+  int kind, rows, cols, tile_bytes, wrap, gain_rows;
+};
+
+// Length of a row times the norm, and times its gain, if any: [rows]. grid (rows / 8), block (256), a warp a row.
+extern "C" __global__ void __launch_bounds__(256) row_sizes(const __grid_constant__ RowSizes p) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= p.rows) return;
+  const float size = row_size(p.kind, p.weights + (long long)(row / TILE_ROWS) * p.tile_bytes, row % TILE_ROWS, p.norm, p.cols, p.wrap);
+  if (lane == 0) p.out[row] = p.gain ? __fmul_rn(size, fabsf(p.gain[row % p.gain_rows])) : size;
 }
 
 struct ReadyFloats {
