@@ -184,7 +184,8 @@ class Backend(Protocol):
         ...
     def delta(self, y: Buffer, layer: Any, o: Buffer) -> None:
         """B: y [rows, C + Nv Dv + 2 Nv] = qkv, z, beta, alpha inputs (in .q27 head order). Convolution, gates, delta rule,
-        gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, norm, delta_index."""
+        gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, norm, project, out_norm,
+        delta_index."""
         ...
     def add_linear(self, weight: Weight, h: Buffer, x: Buffer) -> None:
         """C and E: x += h @ weight.T"""

@@ -107,11 +107,12 @@ class Attend(ctypes.Structure):
 
 
 class Delta(ctypes.Structure):
-    _fields_ = _fields(
-        p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates pairs ahead",
-        l="slot_bytes state_offset window_offset state_stride window_stride record_stride ahead_bytes", p2="keeps",
-        i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred num_keeps", f="eps",
-    )
+    _fields_ = [
+        *_fields(p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates pairs ahead",
+                 l="slot_bytes state_offset window_offset state_stride window_stride record_stride ahead_bytes", p2="keeps"),
+        ("ready", Ready),
+        *_fields(i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred num_keeps", f="eps"),
+    ]
 
 
 class Sample(ctypes.Structure):

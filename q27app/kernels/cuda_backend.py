@@ -24,7 +24,7 @@ from q27app.kernels.cuda_attention import ITEM_ROWS, Attention, decode_by_warpgr
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
-from q27app.kernels.cuda_ready import ReadyRows, ready_bytes
+from q27app.kernels.cuda_ready import HEAD_ROWS, ReadyRows, ready_bytes
 from q27app.kernels.cuda_sampling import Sampler, sampler_sizes
 from q27app.kernels.cuda_scratch import Scratch
 from q27app.kernels.cuda_state import CudaState, record_row
@@ -201,7 +201,9 @@ class CudaBackend:
         return Scratch(
             arena, geometry, self.device.card, max_rows=self._max_rows, num_blocks=num_blocks,
             halves_width=self._halves_width,
-            wide_width=max(self._wide_width, 2 * geometry.hidden_size), ready_bytes=ready_bytes(self._max_rows, self._paired_width),
+            wide_width=max(self._wide_width, 2 * geometry.hidden_size),
+            ready_bytes=max(ready_bytes(self._max_rows, self._paired_width),
+                            ready_bytes(min(self._max_rows, HEAD_ROWS), geometry.delta_value_heads * geometry.delta_head_dim)),
         )
 
     def _arena_bytes(self, geometry: LayerGeometry, num_blocks: int) -> int:

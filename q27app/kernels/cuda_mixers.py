@@ -89,6 +89,8 @@ class Mixers:
         args.conv, args.a, args.dt_bias, args.norm = layer.conv.address, layer.a.address, layer.dt_bias.address, layer.out_norm.address
         args.out = o.address
         args.out_stride, args.layer, args.deferred = o.shape[1], layer.delta_index, int(batch.deferred)
+        self._gated.pop(o.address, None)
+        left = backend.ready.leave_heads(layer, o, state.channels, geometry.delta_head_dim)
         if backend.is_prefill:
             args.channels, args.gates, args.pairs = backend.scratch.channels(batch.num_rows)
             args.keeps, args.num_keeps = backend.area.at("keeps"), len(batch.keeps)
@@ -114,7 +116,10 @@ class Mixers:
             kernel = "delta_step" if batch.num_seqs == 1 else "delta_steps"
         else:
             kernel = "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
-        self._gated[o.address] = args
+        if left is None:
+            self._gated[o.address] = args
+        else:
+            args.out, args.ready = backend.scratch.head_words, left
         if is_single and not batch.deferred and batch.num_seqs >= FLOW_SEQS and "delta_flow" in backend.defines:
             grid, threads, shared = flow_launch(dim, batch.num_seqs, heads, backend.device.card.num_sms)
             backend.launch("delta_flow", "delta_flow", grid, threads, shared, args)
@@ -130,7 +135,7 @@ class Mixers:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
 
     def take_gated(self, o: CudaBuffer) -> Gated | None:
-        """The gated norm that `o` still lacks, for the stage that reads it; applied here where that stage cannot."""
+        """The gated norm that `o` still lacks, unless it was left ready, for the stage that reads it; applied here where that stage cannot."""
         args = self._gated.get(o.address)
         if args is None:
             return None

@@ -1,10 +1,11 @@
-"""Rows that are left as the row family reads them (ready.cuh), products of a gate and an up and what was attended: their scale, and
-what is there of them.
+"""Rows that are left as the row family reads them (ready.cuh), products of a gate and an up, what was attended and what the delta rule
+gives: their scale, and what is there of them.
 
 norm(x) is at most sqrt(hidden) long, so that a row of the gate gives at most its length (times the norm's weights) times that;
 alike the up, and |silu(g)| <= |g|. The largest product of the two of all rows bounds whatever can come out, so that one power
 of two holds for every row of every pass: what a row becomes depends on no other row. What was attended is a mean of values times a sigmoid: no larger than
-the largest of its column, or, where values are turned, than the longest of its block.
+the largest of its column, or, where values are turned, than the longest of its block. A normed head of the delta rule is at most
+sqrt(its size) long, its norm's weights and silu(z), bounded like a gate's, do the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ READY_BYTES = 2304
 RECORD_ROWS = 16
 RECORD_UNITS = 4
 """Records of a row come in so many, as units of the widest step do."""
+
+READY_HEAD, HEAD_ROWS = 128, 64
+"""Size of a head of the delta rule that is left ready, and rows of a pass at most."""
 
 TOP = 2.0 ** 15
 """No half gets larger, half of what one can be."""
@@ -41,8 +45,18 @@ def ready_bytes(rows: int, cols: int) -> int:
 def fixed_scale(sizes: np.ndarray, hidden: int) -> float:
     """The power of two for products of rows of these sizes (lengths of gate and up multiplied), or 0 where one power of two does
     not do: the largest is too far from the others, or is not a number."""
+    return _power_of_two(sizes, hidden)
+
+
+def gated_scale(sizes: np.ndarray, hidden: int, dim: int) -> float:
+    """The same for heads of `dim` numbers of the delta rule. sizes: lengths of z's rows times the head's norm."""
+    return _power_of_two(sizes, np.sqrt(float(hidden) * dim))
+
+
+def _power_of_two(sizes: np.ndarray, factor: float) -> float:
+    """factor: what can come out for a size of 1, where 1 is usual."""
     sizes = np.asarray(sizes, np.float64)
-    largest = sizes.max() * hidden * 1.01   # what float32 sums of the sizes may be too small
+    largest = sizes.max() * factor * 1.01   # what float32 sums of the sizes may be too small
     if not 1e-30 < largest < 1e30:
         return 0.0
     scale = 2.0 ** np.floor(np.log2(TOP / largest))
@@ -92,11 +106,25 @@ class ReadyRows:
         block, key = state.form.value.multiple, (layer.project.address, layer.norm.address, state.form.value.multiple)
         if key not in self._scales:
             values = state.geometry.num_kv_heads * state.geometry.head_dim
-            self._scales[key] = value_scale(self._last_sizes(layer.norm, layer.project, values), layer.project.shape[1], block)
+            self._scales[key] = value_scale(self._row_sizes(layer.norm, layer.project, layer.project.shape[0] - values, values), layer.project.shape[1], block)
         scale = self._scales[key]
         if not scale:
             return None
         self._left[o.address] = cuda_args.Ready(self._backend.scratch.attended(o.shape[0]), ready_units(o.shape[1]), scale, 1 / scale)
+        return self._left[o.address]
+
+    def leave_heads(self, layer, o: CudaBuffer, first: int, dim: int) -> cuda_args.Ready | None:
+        """Where the delta rule leaves the rows of o, from now on; None: in o itself. first: z's first row of the layer's matrix."""
+        self._left.pop(o.address, None)
+        if self._backend.is_prefill or dim != READY_HEAD or not self._backend.scratch.head_words or o.shape[0] > HEAD_ROWS:
+            return None
+        key = layer.project.address, layer.norm.address, layer.out_norm.address
+        if key not in self._scales:
+            self._scales[key] = gated_scale(self._row_sizes(layer.norm, layer.project, first, o.shape[1], layer.out_norm), layer.project.shape[1], dim)
+        if not self._scales[key]:
+            return None
+        records = self._backend.scratch.ready(ready_bytes(*o.shape))
+        self._left[o.address] = cuda_args.Ready(records, ready_units(o.shape[1]), self._scales[key], 1 / self._scales[key])
         return self._left[o.address]
 
     def of(self, h: CudaBuffer) -> cuda_args.Ready | None:
@@ -128,18 +156,19 @@ class ReadyRows:
         backend.launch("repack", "pair_sizes", (-(-rows // 8),), 256, 0, args, dependent=False)
         return backend.device.download(out.address, 4 * rows).view(np.float32)
 
-    def _last_sizes(self, norm: CudaVector, weight: CudaWeight, count: int) -> np.ndarray:
-        """[count] lengths of the last rows of a row list, by the device."""
-        backend, first = self._backend, weight.shape[0] - count
+    def _row_sizes(self, norm: CudaVector, weight: CudaWeight, first: int, count: int, gain: CudaVector | None = None) -> np.ndarray:
+        """[count] lengths of a row list's rows from `first` on, by the device. gain: [any] what they are multiplied by, over and over."""
+        backend = self._backend
         self._check_runs()
         out = backend.scratch.wide(1, count)
         for segment in weight.segments:
-            start, end = max(first, segment.first_row), segment.first_row + segment.num_rows
+            start, end = max(first, segment.first_row), min(first + count, segment.first_row + segment.num_rows)
             if start < end:
                 tiles, within = divmod(start - segment.first_row, TILE_ROWS)
-                assert not within, (start, segment)
-                args = cuda_args.RowSizes(weight.address + segment.offset + tiles * segment.tile_bytes, norm.address, 0,
-                                          out.address + 4 * (start - first), segment.kind, end - start, weight.shape[1], segment.tile_bytes, weight.wrap)
+                assert not within and (gain is None or (start - first) % gain.shape[0] == 0), (start, segment)
+                args = cuda_args.RowSizes(weight.address + segment.offset + tiles * segment.tile_bytes, norm.address, gain.address if gain else 0,
+                                          out.address + 4 * (start - first), segment.kind, end - start, weight.shape[1], segment.tile_bytes, weight.wrap,
+                                          gain.shape[0] if gain else 0)
                 backend.launch("repack", "row_sizes", (-(-(end - start) // 8),), 256, 0, args, dependent=False)
         return backend.device.download(out.address, 4 * count).view(np.float32)
 

@@ -19,7 +19,7 @@ PAIRS = 32
 
 class Scratch:
     """Addresses of the scratch areas. max_rows: rows of the largest pass; `wide_width`: floats of the widest joined row;
-    ready_bytes: of rows that gate_up leaves ready (cuda_ready.py)."""
+    ready_bytes: of rows that gate_up and the delta rule leave ready (cuda_ready.py)."""
 
     def __init__(self, arena: Arena, geometry, card, *, max_rows: int, num_blocks: int, halves_width: int, wide_width: int, ready_bytes: int) -> None:
         self.max_rows, self._halves_width = max_rows, halves_width
@@ -27,9 +27,12 @@ class Scratch:
         self._channels = (2 * geometry.delta_key_heads + geometry.delta_value_heads) * geometry.delta_head_dim
         self._value_heads = geometry.delta_value_heads
         self._query_row, self._query_heads = heads * dim, heads
+        width = geometry.delta_value_heads * geometry.delta_head_dim
         self.max_splits = cut_count(card.attend_defines(), min(64 * num_blocks, MAX_CONTEXT))
         self.border = arena.take_zeros((card.num_sms + 1) * BORDER_BYTES)
         """What blocks of the row family leave to the next ones."""
+        self.head_words = arena.take_zeros(min(max_rows, cuda_ready.HEAD_ROWS) * width * 4) if geometry.delta_head_dim == cuda_ready.READY_HEAD else 0
+        """What blocks of the delta rule leave to the one that takes a head, as words; 0: heads of another size."""
         self.rope = arena.take(max_rows * geometry.rotary_dim * 4)
         self.frequencies = arena.take(geometry.rotary_dim // 2 * 8)
         self.attend_counters = arena.take_zeros(4 * COUNTERS)
@@ -75,7 +78,7 @@ class Scratch:
         return nbytes <= self._shared_bytes
 
     def ready(self, nbytes: int) -> int:
-        """Room for rows that are left ready, from gate_up to the stage after it."""
+        """Room for rows that are left ready, to the stage after."""
         assert nbytes <= self._shared_bytes, (nbytes, self._shared_bytes)
         return self._shared
 

@@ -135,7 +135,7 @@ def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, 
     cuts = 4 * MAX_DECODE_ROWS * MAX_CUTS * config.num_heads * (config.head_dim + 2)
     sampler = (4 * max_logit_rows + max_logit_rows // 8) * config.vocab_size
     record = 4 * config.num_delta_layers * max_record_rows * config.delta_project_width
-    tables = 4 * 2 * 64 * (MAX_CONTEXT // BLOCK_POSITIONS)
+    tables = 4 * 2 * 64 * (MAX_CONTEXT // BLOCK_POSITIONS) + 4 * 64 * config.delta_width   # and words of heads (cuda_ready.HEAD_ROWS)
     return scratch_bytes(config, max_rows, max_logit_rows) + max_rows * (halves + shared) + cuts + sampler + record + tables + (8 << 20)
 
 

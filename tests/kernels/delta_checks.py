@@ -8,18 +8,24 @@ import numpy as np
 
 from q27app.kernels import reference
 from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.cuda_ready import HEAD_ROWS
+from q27app.kernels.memory import CudaBuffer
 from q27app.model.config import ModelConfig
 from q27app.weights.container import Tensor
-from q27app.weights.dtypes import F32
+from q27app.weights.dtypes import F16, F32
+from tests.kernels.cuda_checks import made_tensor, stored
 from tests.kernels.made import begin_alone, make_batch, relative_error
 
 TOLERANCE = 1e-5
+READY_TOLERANCE = 2.5e-4
+"""Of what is left as fp16: 1.7e-4 of numbers that are as often just above a power of two as just below."""
 
 
 class DeltaBench:
-    """Random small weights of one layer. sharp: decays from almost 1 to almost 0 side by side, and rows that repeat."""
+    """Random small weights of one layer. sharp: decays from almost 1 to almost 0 side by side, and rows that repeat; leaves: z is
+    bounded, so that rows of heads of 128 are left ready for the next stage."""
 
-    def __init__(self, device, config: ModelConfig, sharp: bool = False, max_rows: int = 320) -> None:
+    def __init__(self, device, config: ModelConfig, sharp: bool = False, max_rows: int = 320, leaves: bool = False) -> None:
         random, self.config = np.random.default_rng(3), config
         self.backend, self._sharp = CudaBackend(device), sharp
         heads, dim = config.delta_value_heads, config.delta_head_dim
@@ -29,6 +35,8 @@ class DeltaBench:
         self.values = {name: array.astype(np.float32) for name, array in values.items()}
         held = {name: self.backend.load([Tensor(name, F32, array.shape, array.view(np.uint8).reshape(len(array) if array.ndim == 2 else 1, -1))])
                 for name, array in self.values.items()}
+        held["norm"] = self.backend.load([stored("norm", np.full(128, 1 if leaves else np.nan, np.float32), F32)])
+        held["project"] = self.backend.load([made_tensor(random, name, rows, 128, F16) for name, rows in (("u", self.channels), ("z", heads * dim), ("b", heads))])
         self.layer = SimpleNamespace(**held, output=SimpleNamespace(address=0, nbytes=0), delta_index=0)
         self.width = self.channels + heads * dim + 2 * heads
         self.y = self.backend.empty((max_rows, self.width), "float32", "y")
@@ -63,13 +71,12 @@ class DeltaBench:
             begin_alone(self.backend, make_batch("decode", [[0] * len(rows)], [at], [0], [list(range(8))]), state)
             out = self.out.rows(len(rows))
             self.backend.delta(self.y.rows(len(rows)), self.layer, out)
-            self.backend._mixers.finish_gated(out)
-            found.append(self.backend.download(out))
+            found.append(self.taken(out))
         return np.concatenate(found)
 
-    def beside(self, y: np.ndarray, counts: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def beside(self, y: np.ndarray, counts: tuple[int, ...], deferred: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
         """As many sequences, each rows y from its own first row on, counts[i] rows a pass of sequence i, all in the same passes.
-        Returns rows and slot of each."""
+        deferred: the rows wait for a commit, which takes all of them. Returns rows and slot of each."""
         state, passes = self.backend.allocate_state(self.config, 1, 1, "fp16", len(counts), 8, 16), len(y) // max(counts)
         found = [[] for _ in counts]
         for step in range(passes):
@@ -77,12 +84,14 @@ class DeltaBench:
             rows = np.concatenate([y[at:at + count] for at, count in zip(starts, counts, strict=True)])
             self.backend.device.upload(self.y.address, rows)
             seqs = range(len(counts))
-            begin_alone(self.backend, make_batch("decode", [[0] * count for count in counts], starts, list(seqs), [list(range(8)) for _ in seqs]), state)
+            phase, tables = "verify" if deferred else "decode", [list(range(8)) for _ in seqs]
+            begin_alone(self.backend, make_batch(phase, [[0] * count for count in counts], starts, list(seqs), tables, None, deferred), state)
             out = self.out.rows(len(rows))
             self.backend.delta(self.y.rows(len(rows)), self.layer, out)
-            self.backend._mixers.finish_gated(out)
-            for own, part in zip(found, np.split(self.backend.download(out), np.cumsum(counts)[:-1]), strict=True):
+            for own, part in zip(found, np.split(self.taken(out), np.cumsum(counts)[:-1]), strict=True):
                 own.append(part)
+            if deferred:
+                self.backend.commit(np.array(counts, np.int32))
         return [(np.concatenate(own), state.export_slot(seq)) for seq, own in enumerate(found)]
 
     def slot_after(self, y: np.ndarray, drafted: int, accepted: int) -> np.ndarray:
@@ -93,10 +102,19 @@ class DeltaBench:
             deferred = at == ahead
             begin_alone(backend, make_batch("verify" if deferred else "decode", [[0] * count], [at], [0], [list(range(8))], deferred=deferred), state)
             backend.delta(self.y.rows(count), self.layer, self.out.rows(count))
-            backend._mixers.finish_gated(self.out.rows(count))
+            self.taken(self.out.rows(count))
         if drafted:
             backend.commit(np.array([accepted], np.int32))
         return state.export_slot(0)
+
+    def taken(self, out: CudaBuffer) -> np.ndarray:
+        """The rows of the pass, with their norm; notes whether they were left as the next stage reads them."""
+        backend = self.backend
+        self.was_left = backend._linear.ready.of(out) is not None
+        if backend.scratch.head_words:
+            words = backend.device.download(backend.scratch.head_words, 4 * min(self.out.shape[0], HEAD_ROWS) * out.shape[1])
+            assert not words.any(), "a word that blocks give each other was not taken"
+        return backend.download(out)
 
     def expected(self, y: np.ndarray) -> np.ndarray:
         heads, dim = self.config.delta_value_heads, self.config.delta_head_dim
@@ -127,14 +145,14 @@ def check_steps(bench: DeltaBench, count: int, sizes: tuple[int, ...]) -> float:
 
 def check_company(bench: DeltaBench, passes: int, companies: tuple[tuple[int, ...], ...]) -> None:
     """Sequences that take so many rows a pass beside each other: rows and slots have the bits of a sequence alone, row by row."""
-    for counts in companies:
+    for counts, deferred in [(counts, deferred) for counts in companies for deferred in (False, True) if not deferred or sum(counts) <= 16]:
         y = bench.rows(passes * max(counts))
-        for seq, (rows, slot) in enumerate(bench.beside(y, counts)):
+        for seq, (rows, slot) in enumerate(bench.beside(y, counts, deferred)):
             (alone, alone_slot), = bench.beside(y[:len(rows)], (1,))
             if not np.array_equal(rows, alone):
-                raise AssertionError(f"sequence {seq} among {counts} rows has other bits than alone")
+                raise AssertionError(f"sequence {seq} among {counts} rows has other bits than alone{', deferred' if deferred else ''}")
             if not np.array_equal(slot, alone_slot):
-                raise AssertionError(f"sequence {seq} among {counts} rows left another state than alone")
+                raise AssertionError(f"sequence {seq} among {counts} rows left another state than alone{', deferred' if deferred else ''}")
 
 
 def check_fold(bench: DeltaBench, before: int, drafted: int) -> None:

@@ -1,4 +1,4 @@
-"""Products that gate_up leaves ready for the next stage: their scale, and both stages one after the other."""
+"""Rows that gate_up and the delta rule leave ready for the next stage: their scale, and both stages one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from q27app.kernels import cuda_ready
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.kernels.cuda_ready import fixed_scale, value_scale
+from q27app.kernels.cuda_ready import fixed_scale, gated_scale, value_scale
 from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
@@ -29,6 +29,22 @@ def test_no_product_of_normed_rows_reaches_the_largest_half():
             assert np.abs(gate @ x * (up @ x)).max() * scale <= cuda_ready.TOP
         x = gate[3] / np.sqrt(np.square(gate[3]).mean())
         assert abs(gate[3] @ x * (up[3] @ x)) * scale > cuda_ready.TOP / 4
+
+
+def test_no_head_of_the_delta_rule_reaches_the_largest_half():
+    """The worst: all of a head in one number, whose gate's row is the input's direction."""
+    random, dim = np.random.default_rng(0), 128
+    for hidden, size in ((64, 1e-3), (512, 1.0), (5120, 30.0)):
+        z, norm = random.standard_normal((dim, hidden)) * size, 1 + random.standard_normal(dim) / 5
+        scale = gated_scale(np.linalg.norm(z, axis=1) * np.abs(norm), hidden, dim)
+        assert scale > 0 and np.log2(scale) == round(np.log2(scale))
+        largest = 0.0
+        for column, x in enumerate(z):
+            gate, o = z @ (x / np.sqrt(np.square(x).mean())), 0.01 * random.standard_normal(dim)
+            o[column] = 5.0
+            left = o / np.sqrt(np.square(o).mean()) * norm * gate / (1 + np.exp(-np.maximum(gate, -700.0)))
+            largest = max(largest, np.abs(left).max())
+        assert cuda_ready.TOP / 4 < largest * scale <= cuda_ready.TOP
 
 
 @pytest.mark.parametrize("sizes", [[0.0, 0.0], [np.nan, 1.0], [np.inf, 1.0], [1e-40, 1e-40], [1e4] + [1.0] * 999, [1e30, 1.0]])

@@ -1,6 +1,6 @@
 // The gated delta rule: what the row family and the prefill share. A head's state lies in memory as [value dim][key dim].
 #pragma once
-#include "common.cuh"
+#include "ready.cuh"
 
 constexpr int DIM = DELTA_DIM, KEY_HEADS = DELTA_KEY_HEADS, VALUE_HEADS = DELTA_VALUE_HEADS;
 constexpr int CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * DIM;
@@ -19,7 +19,7 @@ struct Delta {
   const int* slot_ids;
   const int* accepted;        // commit: rows to fold of each sequence; else null
   float* record;              // deferred: [rows, RECORD] (delta_step.cu); else null
-  float* out;                 // [rows, out_stride]; the row family leaves out the gated norm
+  float* out;                 // [rows, out_stride]; the row family leaves out the gated norm; with `ready` words in its place, zero between launches
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
   float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay and beta, then products of decays (delta_chunk.cu)
   float* pairs;               // prefill: [rows, VALUE_HEADS, 32] (delta_chunk.cu)
@@ -29,6 +29,7 @@ struct Delta {
   long long record_stride;                                     // floats, commit only
   long long ahead_bytes;
   const int* keeps;                                            // prefill: [num_keeps, 3] sequence, rows, slot
+  Ready ready;                                                 // row family: where rows go with their gated norm; no units: to out, without it
   int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred, num_keeps;
   float eps;
 };

@@ -21,6 +21,8 @@ template <int COLUMNS_, int NUM_, int ROWS_> struct Form {
   static constexpr int COLUMNS = COLUMNS_, NUM = NUM_, ROWS = ROWS_, SLICES = DIM / COLUMNS;
   static constexpr int STATE_THREADS = COLUMNS / NUM * LANES, BLOCK_CHANNELS = 2 * DIM + COLUMNS;
   // Several rows: a channel a thread, some threads without columns; one row: the channels are shared out.
+  static constexpr int LEAVER = STATE_THREADS / 32 - 2;   // one row: the warp that leaves a head
+  static constexpr bool LOOKS_AHEAD = ROWS == 1 && NUM == 1 && DIM == 128;   // and whether it has room for what it multiplies it by
   static constexpr int WIDE = (BLOCK_CHANNELS + 31) / 32 * 32, THREADS = ROWS == 1 || WIDE < STATE_THREADS ? STATE_THREADS : WIDE;
   static constexpr int EACH = (BLOCK_CHANNELS + THREADS - 1) / THREADS;
   static_assert(STATE_THREADS % 32 == 0 && THREADS <= 1024 && DIM % COLUMNS == 0, "block size");
@@ -39,6 +41,7 @@ struct __align__(16) Gates {
 template <class F> struct __align__(16) Inputs {
   float q[F::ROWS][DIM], k[F::ROWS][DIM], v[F::ROWS][F::COLUMNS];
   Gates gates[F::ROWS];
+  float4 left[F::LOOKS_AHEAD ? 32 : 1];   // what a head is multiplied by where it is left
 };
 
 __device__ __forceinline__ float dot4(const float4& x, const float4& y) { return fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, __fmul_rn(x.x, y.x)))); }
@@ -270,6 +273,32 @@ template <class F> __device__ __forceinline__ void norm_rows(Inputs<F>& in, int 
     lanes_sum(sums);
     if (j == 0 && r < rows) in.gates[r] = with_norms(in.gates[r], sums);
   }
+}
+
+// Rows that are left ready for the next stage (ready.cuh). The norm is over a head, so that blocks post what their columns give, word by word,
+// and a warp of the block with the head's last columns takes all of it: blocks wait for those with smaller numbers alone.
+constexpr bool LEAVES = DIM == 128;   // four columns a lane
+__device__ __forceinline__ bool leaves(const Delta& p) { return LEAVES && p.ready.units; }
+__device__ __forceinline__ void put(const Delta& p, float* at, float value) {
+  if (leaves(p)) post_word(reinterpret_cast<uint32_t*>(at), value);
+  else *at = value;
+}
+__device__ __forceinline__ float4 gate_of(const float4& norm, const float4& z) {
+  return make_float4(__fmul_rn(norm.x, silu(z.x)), __fmul_rn(norm.y, silu(z.y)), __fmul_rn(norm.z, silu(z.z)), __fmul_rn(norm.w, silu(z.w)));
+}
+__device__ __forceinline__ float4 load_norm(const Delta& p) { return reinterpret_cast<const float4*>(p.norm)[threadIdx.x % 32]; }
+__device__ __forceinline__ float4 load_z(const Delta& p, int row, int head) {
+  return __ldcg(reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + p.z_offset + head * DIM) + threadIdx.x % 32);
+}
+// One warp.
+__device__ __forceinline__ void leave_head(const Delta& p, int row, int head, const float4& gate) {
+  const int place = head * DIM + threadIdx.x % 32 * 4;
+  float4 o = take_words(reinterpret_cast<uint32_t*>(p.out) + (long long)row * p.out_stride + place);
+  const float rms = rsqrtf(warp_sum(dot4(o, o)) / (float)DIM + p.eps);
+  o.x = __fmul_rn(__fmul_rn(o.x, rms), gate.x), o.y = __fmul_rn(__fmul_rn(o.y, rms), gate.y);
+  o.z = __fmul_rn(__fmul_rn(o.z, rms), gate.z), o.w = __fmul_rn(__fmul_rn(o.w, rms), gate.w);
+  p.ready.leave_four(row, place, o);
+  for (int after = place + DIM; head == VALUE_HEADS - 1 && after < p.ready.units * READY_COLS; after += DIM) p.ready.leave_four(row, after, make_float4(0, 0, 0, 0));
 }
 
 // What a lane needs of a row.

@@ -106,7 +106,13 @@ extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const 
   wait_for_earlier();
   next.read(p);
   __syncthreads();   // the barriers are there
-  int place = 0, phase = 0, side = 0;
+  int place = 0, phase = 0, side = 0, behind = shares;
+  const bool is_leaver = leaves(p) && threadIdx.x / 32 == Flow::LEAVER;
+  auto leave_behind = [&] {   // a head of which the block has had the last columns, a share later, when the others have come
+    if (!is_leaver || behind >= shares || behind % Flow::SLICES != Flow::SLICES - 1) return;
+    const int row = behind / HEAD_SHARES, head = behind % HEAD_SHARES / Flow::SLICES;
+    leave_head(p, row, head, gate_of(load_norm(p), load_z(p, row, head)));
+  };
 #pragma unroll 1
   for (int share = blockIdx.x; share < shares; share += gridDim.x) {
     float *state = next.state(p) + column * DIM, *out = p.out + (long long)next.span.first * p.out_stride + next.head * DIM + next.slice * Flow::COLUMNS + column;
@@ -124,9 +130,12 @@ extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const 
     s.step(row, o, learned);
 #pragma unroll
     for (int c = 0; c < Flow::NUM; ++c)
-      if (j == c % LANES) out[c] = o[c];
+      if (j == c % LANES) put(p, out + c, o[c]);
     s.store<true>(state, j);
+    leave_behind();
+    behind = share;
     side ^= 1;
     if (++place == PLACES) place = 0, ++phase;
   }
+  leave_behind();
 }

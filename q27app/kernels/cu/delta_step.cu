@@ -1,7 +1,7 @@
 // delta_step, delta_steps, delta_one, delta_many: convolution, gates and gated delta rule for few rows of a sequence or of several, or
 // one row of each. delta_fold: accepted rows of a deferred pass.
 // Reference: reference.delta      Used by: layers.run_layer, Backend.commit
-// Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> out [rows, Nv Dv] f32 before the gated norm; state [Nv, Dv, Dk] f32 and
+// Shapes:    y [rows, C + 2 Nv (+ Nv Dv)] f32 -> ready [rows, Nv Dv] (ready.cuh), or out f32 before the gated norm; state [Nv, Dv, Dk] f32 and
 //            window [4, C] of a slot
 // Layout:    delta.cuh, delta_few.cuh
 // Launch:    by Form: grid (value heads * SLICES, seqs), block (THREADS), static shared memory; delta_fold grid
@@ -10,7 +10,8 @@
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH    Limits: 16 rows a sequence
 // Numbers:   f32 throughout, fixed order; equals the reference to 1e-5. Bound: memory (the state), latency.
 //
-// The gated norm needs a whole head and is applied where the output is next read (staging.cuh), or by delta_gate. State, window and
+// The gated norm needs a whole head: blocks post their columns to the last one of the head, which leaves the head ready for the next stage
+// (delta_few.cuh), if a scale is known that holds for all rows; else it is applied where the output is next read (staging.cuh), or by delta_gate. State, window and
 // the pass's arrays are fetched before the kernel waits for its inputs: nothing since the last pass has written them.
 #include "delta_few.cuh"
 
@@ -23,6 +24,13 @@ __device__ __forceinline__ void bring_near(const Delta& p) {
   for (long long i = block + threadIdx.x * blocks; i < p.ahead_bytes / PIECE; i += 32 * blocks)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead + i * PIECE), "r"(PIECE) : "memory");
 #endif
+}
+
+// Rows as they come, by the warps without a state of the block that has a head's last columns.
+template <class F> __device__ __forceinline__ void leave_rows(const Delta& p, const Place<F>& at) {
+  constexpr int FIRST = F::STATE_THREADS / 32, WARPS = F::THREADS / 32 - FIRST;
+  const float4 norm = load_norm(p);
+  for (int r = threadIdx.x / 32 - FIRST; r < at.span.rows; r += WARPS) leave_head(p, at.span.first + r, at.head, gate_of(norm, load_z(p, at.span.first + r, at.head)));
 }
 
 template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, Inputs<F>& in) {
@@ -38,15 +46,25 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
   for (int e = 0; e < F::EACH; ++e) taps[e].load(p.conv, window, at.span.position, at.channel(e));
   const float a = p.a[at.head], dt_bias = p.dt_bias[at.head];
   if constexpr (F::ROWS == 1) bring_near(p);
+  const bool is_last = leaves(p) && at.slice == F::SLICES - 1, is_leaver = F::LOOKS_AHEAD && is_last && threadIdx.x / 32 == F::LEAVER;
+  float4 norm, z;
+  if (is_leaver) norm = load_norm(p);
   wait_for_earlier();
   if (at.span.rows <= 0) return;
+  if (is_leaver) z = load_z(p, at.span.first, at.head);
   prepare(p, in, at, taps, window, a, dt_bias);
+  if (is_leaver) in.left[threadIdx.x % 32] = gate_of(norm, z);
   __syncthreads();
   if constexpr (F::ROWS > 1) {
     norm_rows(in, at.span.rows, at.j);
     __syncthreads();
   }
-  if (!at.has_state) return;
+  if constexpr (F::THREADS > F::STATE_THREADS) {
+    if (!at.has_state) {
+      if (is_last) leave_rows(p, at);
+      return;
+    }
+  }
   float* out = p.out + (long long)at.span.first * p.out_stride + at.output();
   float* record = p.deferred ? p.record + (long long)at.span.first * RECORD + STEPS_AT + at.output() : nullptr;
   Row<F::NUM> row;
@@ -57,7 +75,7 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
 #pragma unroll
     for (int c = 0; c < F::NUM; ++c)
       if (at.j == c % LANES) {
-        out[c] = o[c];
+        put(p, out + c, o[c]);
         if (record) record[c] = learned[c];
       }
   } else {
@@ -69,11 +87,16 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
     for (int r = 0; r < at.span.rows; ++r) {
       row.load(in, r, at);
       const float value = s.step_of_several(row, at.j);
-      if (stores) *target = value;
+      if (stores && is_out) put(p, target, value);
+      else if (stores) *target = value;
       target += stride;
     }
   }
   if (!p.deferred) s.store(state, at.j);
+  if (F::ROWS == 1 && leaves(p) && block_anew() % F::SLICES == F::SLICES - 1 && thread_index() / 32 == F::LEAVER) {   // anew, as registers are scarce before
+    const int head = block_anew() / F::SLICES;
+    leave_head(p, blockIdx.y, head, F::LOOKS_AHEAD ? in.left[threadIdx.x % 32] : gate_of(load_norm(p), load_z(p, blockIdx.y, head)));
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(Step::THREADS, 2) delta_step(const __grid_constant__ Delta p) {

@@ -142,7 +142,7 @@ inline void run_block(int threads, size_t shared) {
       emulated_switch(&main_sp, fibers[i].sp);
       if (fibers[i].done) --left;
     }
-    if (progress == before && left > 0) { fprintf(stderr, "emulated: a barrier is not reached by all threads\n"); abort(); }
+    if (progress == before && left > 0) { fprintf(stderr, "emulated: a barrier is not reached by all threads, or a word is not posted\n"); abort(); }
   }
   race_begin(0, &current, nullptr, 0);   // the memory may be anybody's next
 }
@@ -201,13 +201,18 @@ inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned v) { float u; memcpy(&u, &v, 4); return u; }
 inline int block_anew() { return (int)blockIdx.x; }
-// Blocks run one after the other: what a block waits for has been posted.
+// Blocks run one after the other: what a block waits for has been posted, or its own threads will.
 inline void post_word(uint32_t* at, float value) { const unsigned bits = ~__float_as_uint(value); *at = bits ? bits : ~0x7fc00000u; }
 inline float take_word(uint32_t* at) {
-  if (*at == 0) { fprintf(stderr, "a word was taken that no block has posted\n"); abort(); }
+  while (*at == 0) emulated::yield();
   const unsigned bits = *at;
   *at = 0;
   return __uint_as_float(~bits);
+}
+inline float4 take_words(uint32_t* at) {
+  float4 out;
+  out.x = take_word(at), out.y = take_word(at + 1), out.z = take_word(at + 2), out.w = take_word(at + 3);
+  return out;
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   const uint64_t both = (uint64_t)b << 32 | a;
