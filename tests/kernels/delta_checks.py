@@ -35,7 +35,7 @@ class DeltaBench:
         self.values = {name: array.astype(np.float32) for name, array in values.items()}
         held = {name: self.backend.load([Tensor(name, F32, array.shape, array.view(np.uint8).reshape(len(array) if array.ndim == 2 else 1, -1))])
                 for name, array in self.values.items()}
-        held["norm"] = self.backend.load([stored("norm", np.full(128, 1 if leaves else np.nan, np.float32), F32)])
+        held["norm"] = self.backend.load([stored("norm", np.full(128, 1 if leaves else 1e30, np.float32), F32)])
         held["project"] = self.backend.load([made_tensor(random, name, rows, 128, F16) for name, rows in (("u", self.channels), ("z", heads * dim), ("b", heads))])
         self.layer = SimpleNamespace(**held, output=SimpleNamespace(address=0, nbytes=0), delta_index=0)
         self.width = self.channels + heads * dim + 2 * heads

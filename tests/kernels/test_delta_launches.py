@@ -30,7 +30,7 @@ def test_the_kernel_of_a_pass(card, counts, deferred, kernels):
     begin_alone(bench.backend, make_batch(phase, [[0] * count for count in counts], [0] * len(counts), list(seqs), [[seq] for seq in seqs], None, deferred), state)
     device.launches.clear()
     bench.backend.delta(bench.y.rows(sum(counts)), bench.layer, bench.out.rows(sum(counts)))
-    assert [name for name, _ in device.launches] == kernels
+    assert [name for name, _ in device.launches if name != "row_sizes"] == kernels   # that is asked once of the weights
 
 
 def test_blocks_of_the_flow_hold_three_shares_and_two_fit_beside_each_other():
