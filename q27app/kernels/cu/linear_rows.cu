@@ -14,7 +14,7 @@
 // the loads of a half have a scoreboard of their own, so that its products wait for them alone. The first of them are issued
 // before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
-// One or two rows are normed and converted by every block (staging.cuh); more rows are converted once, by stage_*, before. The
+// One or two rows are normed and converted by every block, side by side (staging.cuh); more rows are converted once, by stage_*, before. The
 // products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
 // What was converted comes through rings of each warp on cards with room for them (row_ring.cuh).
 #include "row_ring.cuh"
@@ -280,9 +280,19 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       norm.load(p.rows_in);
       wait_for_earlier();
       if constexpr (S::FUSED) {
+        const auto row = [&](int r) { return RowMajor{m.rows + r * m.stride, reinterpret_cast<float*>(m.starts), r}; };
+        if (SOURCE == NORMED && p.rows == 2) {
+          if constexpr (SOURCE == NORMED) {
+            const RowMajor both[2] = {row(0), row(1)};
+            stage_rows<SOURCE, 2>(p.rows_in, norm, 0, m.stats, both, m.inverse);
+          }
+        } else {
 #pragma unroll 1
-        for (int row = 0; row < p.rows; ++row)
-          stage_row<SOURCE>(p.rows_in, norm, row, m.stats + 2 * WARPS * row, RowMajor{m.rows + row * m.stride, reinterpret_cast<float*>(m.starts), row}, m.inverse + row);
+          for (int r = 0; r < p.rows; ++r) {
+            const RowMajor one[1] = {row(r)};
+            stage_rows<SOURCE, 1>(p.rows_in, norm, r, m.stats + 2 * WARPS * r, one, m.inverse + r);
+          }
+        }
         __syncthreads();
       }
     }
@@ -335,7 +345,8 @@ template <int SOURCE> __device__ __forceinline__ void stage_all(const Rows& p) {
 #pragma unroll 1
   for (int run = once(0); run < 2; ++run) {
     if (run) wait_for_earlier();
-    stage_row<SOURCE>(p, norm, blockIdx.x, stats, FragmentOrder{p.halves, p.starts, (int)blockIdx.x, p.row_groups}, p.inverse + blockIdx.x, run);
+    const FragmentOrder target[1] = {{p.halves, p.starts, (int)blockIdx.x, p.row_groups}};
+    stage_rows<SOURCE, 1>(p, norm, blockIdx.x, stats, target, p.inverse + blockIdx.x, run);
     __syncthreads();
   }
 }

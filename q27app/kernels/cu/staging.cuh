@@ -77,54 +77,70 @@ template <int SOURCE> __device__ __forceinline__ float4 staged_value(const Rows&
 }
 __device__ __forceinline__ float largest_of(const float4& v) { return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))); }
 
-// One row by a block of THREADS. stats: [2 WARPS] shared floats, 16-byte aligned. Not `wanted`: the same without a row: of its numbers nothing is read
-// (row_map is, which the pass begins with), and nothing is written.
-template <int SOURCE, class Target>
-__device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target& target, float* inverse, bool wanted = true) {
+// ROWS rows from `row` on by a block of THREADS, side by side. stats: [ROWS][2 WARPS] shared floats, 16-byte aligned. Not `wanted`: the same without a row:
+// of its numbers nothing is read (row_map is, which the pass begins with), and nothing is written.
+template <int SOURCE, int ROWS, class Target>
+__device__ __forceinline__ void stage_rows(const Rows& p, const Norm<SOURCE>& norm, int row, float* stats, const Target (&target)[ROWS], float* inverse, bool wanted = true) {
   constexpr int KEEP = Norm<SOURCE>::KEEP;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, part = thread % 16;
-  const int source = p.row_map ? p.row_map[row] : row, cols4 = wanted ? p.cols / 4 : 0;
-  const float4* x = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
-  const float4* gate = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)row * p.gate_stride) : nullptr;
-  float squares = 0.0f, largest = 0.0f;
-  float4 kept[KEEP], gates[SOURCE == GATED ? KEEP : 1];
+  const int cols4 = wanted ? p.cols / 4 : 0;
+  const float4 *x[ROWS], *gate[ROWS];
+  float squares[ROWS], largest[ROWS], factor[ROWS];
+  float4 kept[ROWS][KEEP], gates[ROWS][SOURCE == GATED ? KEEP : 1];
 #pragma unroll
-  for (int i = 0; i < KEEP; ++i) {   // all of them on their way before the first is needed
-    const int k = thread + i * THREADS;
-    kept[i] = make_float4(0, 0, 0, 0);
-    if (SOURCE == GATED) gates[i] = kept[i];
-    if (k < cols4) kept[i] = x[k];
-    if (SOURCE == GATED && k < cols4) gates[i] = gate[k];
-  }
+  for (int r = 0; r < ROWS; ++r) {
+    const int source = p.row_map ? p.row_map[row + r] : row + r;
+    x[r] = reinterpret_cast<const float4*>(p.x + (long long)source * p.x_stride);
+    gate[r] = SOURCE == GATED ? reinterpret_cast<const float4*>(p.gate + (long long)(row + r) * p.gate_stride) : nullptr;
+    squares[r] = largest[r] = 0.0f;
 #pragma unroll
-  for (int i = 0; i < KEEP; ++i) {   // zeros past the end too: lanes that add up together do not part
-    const int k = thread + i * THREADS;
-    if (SOURCE != PLAIN) kept[i] = staged_value<SOURCE>(p, norm, kept[i], gates[SOURCE == GATED ? i : 0], i, k, squares);
-    largest = fmaxf(largest, largest_of(kept[i]));
+    for (int i = 0; i < KEEP; ++i) {   // all of them on their way before the first is needed
+      const int k = thread + i * THREADS;
+      kept[r][i] = make_float4(0, 0, 0, 0);
+      if (SOURCE == GATED) gates[r][i] = kept[r][i];
+      if (k < cols4) kept[r][i] = x[r][k];
+      if (SOURCE == GATED && k < cols4) gates[r][i] = gate[r][k];
+    }
   }
-  auto again = [&](int k) { return staged_value<SOURCE>(p, norm, x[k], SOURCE == GATED ? gate[k] : make_float4(0, 0, 0, 0), KEEP, k, squares); };
+  auto again = [&](int r, int k) { return staged_value<SOURCE>(p, norm, x[r][k], SOURCE == GATED ? gate[r][k] : make_float4(0, 0, 0, 0), KEEP, k, squares[r]); };
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+    for (int i = 0; i < KEEP; ++i) {   // zeros past the end too: lanes that add up together do not part
+      const int k = thread + i * THREADS;
+      if (SOURCE != PLAIN) kept[r][i] = staged_value<SOURCE>(p, norm, kept[r][i], gates[r][SOURCE == GATED ? i : 0], i, k, squares[r]);
+      largest[r] = fmaxf(largest[r], largest_of(kept[r][i]));
+    }
 #pragma unroll 1
-  for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) largest = fmaxf(largest, largest_of(again(k)));
-  const float warp_squares = SOURCE == NORMED ? warp_sum(squares) : 0.0f;
-  largest = warp_max_positive(largest);
-  if (lane == 0) stats[warp] = warp_squares, stats[WARPS + warp] = largest;
-  __syncthreads();
-  const float top = warp_max_positive(stats[WARPS + lane % WARPS]);
-  float sum = 0.0f;
-  if constexpr (SOURCE == NORMED) {
-    float4 four[WARPS / 4];
-#pragma unroll
-    for (int i = 0; i < WARPS / 4; ++i) four[i] = reinterpret_cast<const float4*>(stats)[i];
-#pragma unroll
-    for (int i = 0; i < WARPS / 4; ++i) sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, four[i].x), four[i].y), four[i].z), four[i].w);
+    for (int k = thread + KEEP * THREADS; k < cols4; k += THREADS) largest[r] = fmaxf(largest[r], largest_of(again(r, k)));
   }
-  const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
-  float unscale;
-  const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
-  if (thread == 0 && wanted) *inverse = unscale;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const float warp_squares = SOURCE == NORMED ? warp_sum(squares[r]) : 0.0f;
+    largest[r] = warp_max_positive(largest[r]);
+    if (lane == 0) stats[r * 2 * WARPS + warp] = warp_squares, stats[r * 2 * WARPS + WARPS + warp] = largest[r];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const float top = warp_max_positive(stats[r * 2 * WARPS + WARPS + lane % WARPS]);
+    float sum = 0.0f;
+    if constexpr (SOURCE == NORMED) {
+      float4 four[WARPS / 4];
+#pragma unroll
+      for (int i = 0; i < WARPS / 4; ++i) four[i] = reinterpret_cast<const float4*>(stats + r * 2 * WARPS)[i];
+#pragma unroll
+      for (int i = 0; i < WARPS / 4; ++i) sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, four[i].x), four[i].y), four[i].z), four[i].w);
+    }
+    const float rms = SOURCE == NORMED ? rsqrtf(sum / (float)p.cols + p.eps) : 1.0f;
+    float unscale;
+    factor[r] = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
+    if (thread == 0 && wanted) inverse[r] = unscale;
+  }
   const int last = staged_units(p) * (UNIT_COLS / 4);
-  const float mine = thread & 1 ? __fmul_rn(factor, 0.0625f) : factor, weight = thread & 1 ? -128.0f * CODE_SCALE : -8.0f * CODE_SCALE;
-  auto convert = [&](int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
+  const float weight = thread & 1 ? -128.0f * CODE_SCALE : -8.0f * CODE_SCALE;
+  auto convert = [&](int r, int at, const float4& v) {   // at: float4 index within the staged columns; whole half warps agree
+    const float mine = thread & 1 ? __fmul_rn(factor[r], 0.0625f) : factor[r];
     const uint32_t low = half2_from_floats(__fmul_rn(v.x, mine), __fmul_rn(v.y, mine));
     const uint32_t high = half2_from_floats(__fmul_rn(v.z, mine), __fmul_rn(v.w, mine));
     float total = __fadd_rn(__fadd_rn(half_to_float((uint16_t)low), half_to_float((uint16_t)(low >> 16))),
@@ -132,18 +148,21 @@ __device__ __forceinline__ void stage_row(const Rows& p, const Norm<SOURCE>& nor
     total = __fmul_rn(total, weight);
 #pragma unroll
     for (int distance = 8; distance > 0; distance >>= 1) total = __fadd_rn(total, __shfl_xor_sync(ALL_LANES, total, distance));
-    if (at < last && wanted) *reinterpret_cast<uint2*>(target.four(at)) = make_uint2(low, high);
-    if (at < last && wanted && part == 0) target.start(at / 16)[0] = total, target.start(at / 16)[2] = total;
+    if (at < last && wanted) *reinterpret_cast<uint2*>(target[r].four(at)) = make_uint2(low, high);
+    if (at < last && wanted && part == 0) target[r].start(at / 16)[0] = total, target[r].start(at / 16)[2] = total;
   };
 #pragma unroll
   for (int three = 0; three < KEEP; three += 3)   // side by side
     if (three * THREADS < last) {
 #pragma unroll
-      for (int i = three; i < three + 3; ++i) convert(thread + i * THREADS, kept[i]);
+      for (int i = three; i < three + 3; ++i)
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) convert(r, thread + i * THREADS, kept[r][i]);
     }
 #pragma unroll 1
   for (int i = KEEP * THREADS; i < last; i += THREADS) {
     const int k = thread + i;
-    convert(k, k < cols4 ? again(k) : make_float4(0, 0, 0, 0));
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) convert(r, k, k < cols4 ? again(r, k) : make_float4(0, 0, 0, 0));
   }
 }
