@@ -290,11 +290,12 @@ __device__ __forceinline__ float4 load_norm(const Delta& p) { return reinterpret
 __device__ __forceinline__ float4 load_z(const Delta& p, int row, int head) {
   return __ldcg(reinterpret_cast<const float4*>(p.y + (long long)row * p.y_stride + p.z_offset + head * DIM) + threadIdx.x % 32);
 }
-// One warp.
-__device__ __forceinline__ void leave_head(const Delta& p, int row, int head, const float4& gate) {
+// One warp. gate_now(): what the columns are multiplied by, asked for behind the wait for the words.
+template <class Gate> __device__ __forceinline__ void leave_head(const Delta& p, int row, int head, const Gate& gate_now) {
   const int place = head * DIM + threadIdx.x % 32 * 4;
   float4 o = take_words(reinterpret_cast<uint32_t*>(p.out) + (long long)row * p.out_stride + place);
   const float rms = rsqrtf(warp_sum(dot4(o, o)) / (float)DIM + p.eps);
+  const float4 gate = gate_now();
   o.x = __fmul_rn(__fmul_rn(o.x, rms), gate.x), o.y = __fmul_rn(__fmul_rn(o.y, rms), gate.y);
   o.z = __fmul_rn(__fmul_rn(o.z, rms), gate.z), o.w = __fmul_rn(__fmul_rn(o.w, rms), gate.w);
   p.ready.leave_four(row, place, o);

@@ -111,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const 
   auto leave_behind = [&] {   // a head of which the block has had the last columns, a share later, when the others have come
     if (!is_leaver || behind >= shares || behind % Flow::SLICES != Flow::SLICES - 1) return;
     const int row = behind / HEAD_SHARES, head = behind % HEAD_SHARES / Flow::SLICES;
-    leave_head(p, row, head, gate_of(load_norm(p), load_z(p, row, head)));
+    const float4 norm = load_norm(p), z = load_z(p, row, head);   // on their way beside the words
+    leave_head(p, row, head, [&] { return gate_of(norm, z); });
   };
 #pragma unroll 1
   for (int share = blockIdx.x; share < shares; share += gridDim.x) {

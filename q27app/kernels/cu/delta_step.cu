@@ -30,7 +30,10 @@ __device__ __forceinline__ void bring_near(const Delta& p) {
 template <class F> __device__ __forceinline__ void leave_rows(const Delta& p, const Place<F>& at) {
   constexpr int FIRST = F::STATE_THREADS / 32, WARPS = F::THREADS / 32 - FIRST;
   const float4 norm = load_norm(p);
-  for (int r = threadIdx.x / 32 - FIRST; r < at.span.rows; r += WARPS) leave_head(p, at.span.first + r, at.head, gate_of(norm, load_z(p, at.span.first + r, at.head)));
+  for (int r = threadIdx.x / 32 - FIRST; r < at.span.rows; r += WARPS) {
+    const float4 z = load_z(p, at.span.first + r, at.head);
+    leave_head(p, at.span.first + r, at.head, [&] { return gate_of(norm, z); });
+  }
 }
 
 template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, Inputs<F>& in) {
@@ -95,7 +98,9 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
   if (!p.deferred) s.store(state, at.j);
   if (F::ROWS == 1 && leaves(p) && block_anew() % F::SLICES == F::SLICES - 1 && thread_index() / 32 == F::LEAVER) {   // anew, as registers are scarce before
     const int head = block_anew() / F::SLICES;
-    leave_head(p, blockIdx.y, head, F::LOOKS_AHEAD ? in.left[threadIdx.x % 32] : gate_of(load_norm(p), load_z(p, blockIdx.y, head)));
+    float4 norm, z;
+    if (!F::LOOKS_AHEAD) norm = load_norm(p), z = load_z(p, blockIdx.y, head);
+    leave_head(p, blockIdx.y, head, [&] { return F::LOOKS_AHEAD ? in.left[threadIdx.x % 32] : gate_of(norm, z); });
   }
 }
 
