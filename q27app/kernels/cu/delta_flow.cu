@@ -87,6 +87,13 @@ __device__ __forceinline__ void bring(const Delta& p, Flowing& in, int place, in
   copy_once(in.state[place], of.state(p), STATE_FLOATS * 4, in.there + place);
 }
 
+// The head whose last columns a share is: one warp.
+__device__ __forceinline__ void leave_head(const Delta& p, int share) {
+  const int row = share / HEAD_SHARES, head = share % HEAD_SHARES / Flow::SLICES;
+  const float4 norm = load_norm(p), z = load_z(p, row, head);   // on their way beside the words
+  leave_head(p, row, head, [&] { return gate_of(norm, z); });
+}
+
 extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const __grid_constant__ Delta p) {
   SHARED_BYTES(bytes);
   Flowing& in = *reinterpret_cast<Flowing*>(bytes);
@@ -106,14 +113,7 @@ extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const 
   wait_for_earlier();
   next.read(p);
   __syncthreads();   // the barriers are there
-  int place = 0, phase = 0, side = 0, behind = shares;
-  const bool is_leaver = leaves(p) && threadIdx.x / 32 == Flow::LEAVER;
-  auto leave_behind = [&] {   // a head of which the block has had the last columns, a share later, when the others have come
-    if (!is_leaver || behind >= shares || behind % Flow::SLICES != Flow::SLICES - 1) return;
-    const int row = behind / HEAD_SHARES, head = behind % HEAD_SHARES / Flow::SLICES;
-    const float4 norm = load_norm(p), z = load_z(p, row, head);   // on their way beside the words
-    leave_head(p, row, head, [&] { return gate_of(norm, z); });
-  };
+  int place = 0, phase = 0, side = 0;
 #pragma unroll 1
   for (int share = blockIdx.x; share < shares; share += gridDim.x) {
     float *state = next.state(p) + column * DIM, *out = p.out + (long long)next.span.first * p.out_stride + next.head * DIM + next.slice * Flow::COLUMNS + column;
@@ -133,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(Flow::THREADS, 2) delta_flow(const 
     for (int c = 0; c < Flow::NUM; ++c)
       if (j == c % LANES) put(p, out + c, o[c]);
     s.store<true>(state, j);
-    leave_behind();
-    behind = share;
     side ^= 1;
     if (++place == PLACES) place = 0, ++phase;
   }
-  leave_behind();
+  if (leaves(p))   // at the end, a head a warp: between two shares every warp would wait for the one that has a head's words to wait for
+    for (int share = blockIdx.x + threadIdx.x / 32 * gridDim.x; share < shares; share += Flow::THREADS / 32 * gridDim.x)
+      if (share % Flow::SLICES == Flow::SLICES - 1) leave_head(p, share);
 }
