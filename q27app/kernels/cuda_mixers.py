@@ -28,7 +28,9 @@ FLOW_SEQS = 3
 """From so many on, where blocks can take one share of a head after another, with the next ones on their way (delta_flow.cu)."""
 
 AHEAD_BYTES = 4 << 20
-"""Of the matrix behind the delta rule: so much is on its way while few rows go through the rule."""
+"""Of the matrix behind the delta rule: so much is on its way while a row of a sequence or two goes through the rule."""
+AHEAD_OF_ROWS = 2 << 20
+"""And so much while several rows of a sequence do, which are left ready, so that the matrix is next."""
 
 
 def chunk_launch(dim: int) -> tuple[int, int, int]:
@@ -130,6 +132,8 @@ class Mixers:
             if grid[0] * grid[1] <= backend.device.card.num_sms:
                 shared = backend.device.card.sm_shared // 2   # not used, but one is then alone on a multiprocessor, where two would wait for each other
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)
+        elif not is_single and left is not None:
+            args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_OF_ROWS)
         backend.launch("delta_step", kernel, grid, form.threads(dim), shared, args)
         if not batch.deferred and not is_single:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)

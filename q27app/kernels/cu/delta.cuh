@@ -23,7 +23,7 @@ struct Delta {
   float* channels;            // prefill: [rows, CHANNELS] after convolution and norms
   float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay and beta, then products of decays (delta_chunk.cu)
   float* pairs;               // prefill: [rows, VALUE_HEADS, 32] (delta_chunk.cu)
-  const unsigned char* ahead; // one row: what the next kernel reads first
+  const unsigned char* ahead; // what the next kernel reads first
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only

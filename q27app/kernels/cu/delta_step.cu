@@ -48,7 +48,7 @@ template <class F> __device__ __forceinline__ void delta_rows(const Delta& p, In
 #pragma unroll
   for (int e = 0; e < F::EACH; ++e) taps[e].load(p.conv, window, at.span.position, at.channel(e));
   const float a = p.a[at.head], dt_bias = p.dt_bias[at.head];
-  if constexpr (F::ROWS == 1) bring_near(p);
+  bring_near(p);
   const bool is_last = leaves(p) && at.slice == F::SLICES - 1, is_leaver = F::LOOKS_AHEAD && is_last && threadIdx.x / 32 == F::LEAVER;
   float4 norm, z;
   if (is_leaver) norm = load_norm(p);
