@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from q27app.errors import Q27Error
 from q27app.kernels.cuda_mixers import flow_launch
 from tests.kernels import cuda_checks
+from tests.kernels.attend_checks import AttendBench
 from tests.kernels.counting_device import CARDS
 from tests.kernels.delta_checks import DeltaBench
 from tests.kernels.made import begin_alone, make_batch
@@ -31,6 +33,31 @@ def test_the_kernel_of_a_pass(card, counts, deferred, kernels):
     device.launches.clear()
     bench.backend.delta(bench.y.rows(sum(counts)), bench.layer, bench.out.rows(sum(counts)))
     assert [name for name, _ in device.launches if name != "row_sizes"] == kernels   # that is asked once of the weights
+
+
+@pytest.mark.parametrize("seqs, heads", [(3, 1), (3, 6), (5, 3), (64, 48)])
+def test_heads_of_the_flow_wait_for_blocks_with_smaller_numbers_alone(seqs, heads):
+    """Blocks begin in their order, maybe not all at once: a wait for a larger number might have no end."""
+    for sms in range(1, 133):
+        (blocks,), _, _ = flow_launch(128, seqs, heads, sms)
+        assert all((share - 1) % blocks < share % blocks for share in range(1, 2 * seqs * heads, 2))
+
+
+@pytest.mark.parametrize("stage", ["delta", "attend"])
+def test_a_scale_that_is_not_known_is_not_asked_for_in_a_recording(stage):
+    device, config = NotingDevice(CARDS["wide"]), replace(cuda_checks.NANO, delta_head_dim=128, delta_key_heads=2, delta_value_heads=4)
+    bench = DeltaBench(device, config, leaves=True) if stage == "delta" else AttendBench(device, config, "fp8", 4)
+    state = bench.backend.allocate_state(config, 1, 1, "fp8", 1, 8, 16)
+    begin_alone(bench.backend, make_batch("decode", [[0]], [0], [0], [[0]]), state)
+    layer = bench.layer if stage == "delta" else bench.layer[0]
+    run = lambda: getattr(bench.backend, stage)(bench.y.rows(1), layer, bench.out.rows(1))  # noqa: E731
+    device.is_recording = True
+    with pytest.raises(Q27Error, match="has not run before"):
+        run()
+    device.is_recording = False
+    run()
+    device.is_recording = True
+    run()
 
 
 def test_blocks_of_the_flow_hold_three_shares_and_two_fit_beside_each_other():
