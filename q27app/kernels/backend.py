@@ -178,14 +178,14 @@ class Backend(Protocol):
         ...
     def attend(self, y: Buffer, layer: Any, o: Buffer | None) -> None:
         """B (o None: only write keys and values): y [rows, 2 A D + 2 G D] = per head (query, gate), then keys, then values. q/k norm, RoPE, KV write,
-        causal attention, output gate; o [rows, A D]. `layer` is a model.weights.AttentionLayer: q_norm, k_norm (Weights),
-        kv_index (which KV layer of the state), first_position (0; 1 in the MTP layer: there is no key at position 0, and a
-        row that sees no key gets zeros)."""
+        causal attention, output gate; o [rows, A D]. `layer` is a model.weights.AttentionLayer: norm, project (what made y: how
+        large values can be), q_norm, k_norm, kv_index (which KV layer of the state), first_position (0; 1 in the MTP layer: there
+        is no key at position 0, and a row that sees no key gets zeros)."""
         ...
     def delta(self, y: Buffer, layer: Any, o: Buffer) -> None:
         """B: y [rows, C + Nv Dv + 2 Nv] = qkv, z, beta, alpha inputs (in .q27 head order). Convolution, gates, delta rule,
-        gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, norm, project, out_norm,
-        delta_index."""
+        gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, out_norm, delta_index, norm and
+        project (what made y: how large z can be), output (what reads o next)."""
         ...
     def add_linear(self, weight: Weight, h: Buffer, x: Buffer) -> None:
         """C and E: x += h @ weight.T"""

@@ -132,7 +132,7 @@ class CudaBackend:
 
     def download(self, buffer: CudaBuffer) -> np.ndarray:
         self._mixers.finish_gated(buffer)
-        self._linear.ready.finish(buffer)
+        self.ready.finish(buffer)
         return self.device.download(buffer.address, buffer.nbytes).view(buffer.dtype).reshape(buffer.shape)
 
     def load(self, tensors: "Sequence[Tensor]", in_host: bool = False) -> CudaWeight | CudaVector:
@@ -228,7 +228,7 @@ class CudaBackend:
         self._areas = [BatchArea(self.device, rows, MAX_SEQS, stride, self.send) for rows in self._area_rows()]
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
-        self._linear.ready.forget()
+        self.ready.forget()
 
     def launch(self, source: str, name: str, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool = True) -> None:

@@ -127,7 +127,7 @@ class LinearStages:
         self._launch_rows(f"{source}_{stage}", args, weight, out, start, rows, shared)
 
     def _ready_rows(self, weight: CudaWeight, ready: cuda_args.Ready, x: CudaBuffer, start: int, rows: int) -> None:
-        """add_linear of rows that gate_up left ready; ready: from row `start` on."""
+        """add_linear of rows that the stage before left ready; ready: from row `start` on."""
         args = cuda_args.LinearRows()
         args.rows_in.cols, args.rows_in.units, args.rows_in.wrap, args.rows_in.ready = weight.shape[1], weight.units, weight.wrap, ready
         shared = rows_shared_bytes(rows, 0, False, weight.shares.places, self._backend.device.card.row_ring, True)

@@ -59,7 +59,8 @@ class DeltaForm:
 
 
 def flow_launch(dim: int, num_seqs: int, num_heads: int, num_sms: int) -> tuple[tuple[int], int, int]:
-    """Grid, threads and shared memory of delta_flow (Flow, Flowing). dim: of a head."""
+    """Grid, threads and shared memory of delta_flow (Flow, Flowing). dim: of a head. Where a head is two shares, the
+    number of blocks is even: the one that has a head's last columns waits for the one before it, never for one that has not begun."""
     columns = min(64, dim)
     shared = 3 * columns * dim * 4 + 2 * (2 * dim + columns) * 4 + 2 * 32 + 3 * 8
     return (min(num_seqs * num_heads * dim // columns, 2 * num_sms),), columns // 2 * (dim // 16), -(-shared // 16) * 16

@@ -1,11 +1,13 @@
-"""Rows that are left as the row family reads them (ready.cuh), products of a gate and an up, what was attended and what the delta rule
-gives: their scale, and what is there of them.
+"""Rows that are left as the row family reads them (ready.cuh): products of a gate and an up, what was attended, and what the delta
+rule gives. Their scale, and what is there of them.
 
 norm(x) is at most sqrt(hidden) long, so that a row of the gate gives at most its length (times the norm's weights) times that;
 alike the up, and |silu(g)| <= |g|. The largest product of the two of all rows bounds whatever can come out, so that one power
-of two holds for every row of every pass: what a row becomes depends on no other row. What was attended is a mean of values times a sigmoid: no larger than
-the largest of its column, or, where values are turned, than the longest of its block. A normed head of the delta rule is at most
-sqrt(its size) long, its norm's weights and silu(z), bounded like a gate's, do the rest.
+of two holds for every row of every pass: what a row becomes depends on no other row.
+
+What was attended is a mean of values times a sigmoid: no larger than the largest of its column, or, where values are turned, than
+the longest of its block. A normed head of the delta rule is at most sqrt(its size) long; its norm's weights and silu(z), bounded
+like a gate's, do the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ RECORD_UNITS = 4
 """Records of a row come in so many, as units of the widest step do."""
 
 READY_HEAD, HEAD_ROWS = 128, 64
-"""Size of a head of the delta rule that is left ready, and rows of a pass at most."""
+"""Size of a head of the delta rule that is left ready, and rows of a pass at most: four times what a pass of the engine has
+(batch.MAX_DECODE_ROWS). In a longer one the next stage rounds rows by their own peaks."""
 
 TOP = 2.0 ** 15
 """No half gets larger, half of what one can be."""
@@ -42,7 +45,7 @@ def ready_bytes(rows: int, cols: int) -> int:
     return -(-rows // RECORD_ROWS) * ready_units(cols) * READY_BYTES
 
 
-def fixed_scale(sizes: np.ndarray, hidden: int) -> float:
+def product_scale(sizes: np.ndarray, hidden: int) -> float:
     """The power of two for products of rows of these sizes (lengths of gate and up multiplied), or 0 where one power of two does
     not do: the largest is too far from the others, or is not a number."""
     return _power_of_two(sizes, hidden)
@@ -65,8 +68,8 @@ def _power_of_two(sizes: np.ndarray, factor: float) -> float:
 
 
 def value_scale(sizes: np.ndarray, hidden: int, block: int) -> float:
-    """The power of two for what is attended of values that rows of these lengths give, or 0 as fixed_scale. block: values that are
-    turned together."""
+    """The power of two for what is attended of values that rows of these lengths give, or 0 as product_scale. block: values that
+    are turned together."""
     sizes = np.asarray(sizes, np.float64)
     longest = np.sqrt(np.square(sizes).reshape(-1, block).sum(axis=1)).max()
     largest = 1.1 * longest * np.sqrt(hidden) + 2.0 ** -9   # e4m3 may make a value larger by 2^-4 of it, or by 2^-10
@@ -90,42 +93,40 @@ class ReadyRows:
         self._left.pop(h.address, None)
         if self._backend.is_prefill or not weight.paired:
             return None
-        scale = self._scale(norm, weight)
-        if not scale:
-            return None
-        records = self._backend.scratch.ready(ready_bytes(*h.shape))
-        self._left[h.address] = cuda_args.Ready(records, ready_units(h.shape[1]), scale, 1 / scale)
-        return self._left[h.address]
+        key = weight.address, norm.address
+        if key not in self._scales:
+            self._scales[key] = product_scale(self._pair_sizes(norm, weight), weight.shape[1])
+        return self._leave(h, self._scales[key], self._backend.scratch.ready(ready_bytes(*h.shape)))
 
     def attended(self, layer, o: CudaBuffer) -> cuda_args.Ready | None:
         """Where attention leaves the rows of o, from now on; None: in o itself."""
         self._left.pop(o.address, None)
         if self._backend.is_prefill or o.shape[1] % (UNIT_COLS * RECORD_UNITS):
             return None
-        state = self._backend.state
-        block, key = state.form.value.multiple, (layer.project.address, layer.norm.address, state.form.value.multiple)
+        geometry, block = self._backend.state.geometry, self._backend.state.form.value.multiple
+        key = layer.project.address, layer.norm.address, block
         if key not in self._scales:
-            values = state.geometry.num_kv_heads * state.geometry.head_dim
-            self._scales[key] = value_scale(self._row_sizes(layer.norm, layer.project, layer.project.shape[0] - values, values), layer.project.shape[1], block)
-        scale = self._scales[key]
-        if not scale:
-            return None
-        self._left[o.address] = cuda_args.Ready(self._backend.scratch.attended(o.shape[0]), ready_units(o.shape[1]), scale, 1 / scale)
-        return self._left[o.address]
+            (rows, hidden), values = layer.project.shape, geometry.num_kv_heads * geometry.head_dim
+            self._scales[key] = value_scale(self._row_sizes(layer.norm, layer.project, rows - values, values), hidden, block)
+        return self._leave(o, self._scales[key], self._backend.scratch.attended(o.shape[0]))
 
     def leave_heads(self, layer, o: CudaBuffer, first: int, dim: int) -> cuda_args.Ready | None:
         """Where the delta rule leaves the rows of o, from now on; None: in o itself. first: z's first row of the layer's matrix."""
         self._left.pop(o.address, None)
-        if self._backend.is_prefill or dim != READY_HEAD or not self._backend.scratch.head_words or o.shape[0] > HEAD_ROWS:
+        if self._backend.is_prefill or dim != READY_HEAD or o.shape[0] > HEAD_ROWS:
             return None
         key = layer.project.address, layer.norm.address, layer.out_norm.address
         if key not in self._scales:
-            self._scales[key] = gated_scale(self._row_sizes(layer.norm, layer.project, first, o.shape[1], layer.out_norm), layer.project.shape[1], dim)
-        if not self._scales[key]:
+            sizes = self._row_sizes(layer.norm, layer.project, first, o.shape[1], layer.out_norm)
+            self._scales[key] = gated_scale(sizes, layer.project.shape[1], dim)
+        return self._leave(o, self._scales[key], self._backend.scratch.ready(ready_bytes(*o.shape)))
+
+    def _leave(self, h: CudaBuffer, scale: float, records: int) -> cuda_args.Ready | None:
+        """records: address of the rows of h where there is a scale for them, not 0."""
+        if not scale:
             return None
-        records = self._backend.scratch.ready(ready_bytes(*o.shape))
-        self._left[o.address] = cuda_args.Ready(records, ready_units(o.shape[1]), self._scales[key], 1 / self._scales[key])
-        return self._left[o.address]
+        self._left[h.address] = cuda_args.Ready(records, ready_units(h.shape[1]), scale, 1 / scale)
+        return self._left[h.address]
 
     def of(self, h: CudaBuffer) -> cuda_args.Ready | None:
         return self._left.get(h.address)
@@ -141,13 +142,7 @@ class ReadyRows:
             args = cuda_args.ReadyFloats(ready, h.address, h.shape[1])
             self._backend.launch("repack", "ready_floats", (h.shape[0],), 256, 0, args, dependent=False)
 
-    def _scale(self, norm: CudaVector, weight: CudaWeight) -> float:
-        key = weight.address, norm.address
-        if key not in self._scales:
-            self._scales[key] = fixed_scale(self._sizes(norm, weight), weight.shape[1])
-        return self._scales[key]
-
-    def _sizes(self, norm: CudaVector, weight: CudaWeight) -> np.ndarray:
+    def _pair_sizes(self, norm: CudaVector, weight: CudaWeight) -> np.ndarray:
         """[rows of the gate] lengths of gate and up multiplied, by the device."""
         backend, segment, rows = self._backend, weight.segments[0], weight.segments[0].num_rows
         self._check_runs()

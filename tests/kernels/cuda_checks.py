@@ -148,7 +148,7 @@ class Both:
     @property
     def is_ready(self) -> bool:
         """The products of the last pass are left as the next stage reads them."""
-        return self.backend._linear.ready.of(self.h) is not None
+        return self.backend.ready.of(self.h) is not None
 
     def run(self, state, x: np.ndarray, phase: str = "decode", looks: bool = False) -> tuple[np.ndarray, float]:
         """(what is added, error of it, or with `looks` of the products, which are downloaded in between). Rows with a peak are left

@@ -110,7 +110,7 @@ class DeltaBench:
     def taken(self, out: CudaBuffer) -> np.ndarray:
         """The rows of the pass, with their norm; notes whether they were left as the next stage reads them."""
         backend = self.backend
-        self.was_left = backend._linear.ready.of(out) is not None
+        self.was_left = backend.ready.of(out) is not None
         if backend.scratch.head_words:
             words = backend.device.download(backend.scratch.head_words, 4 * min(self.out.shape[0], HEAD_ROWS) * out.shape[1])
             assert not words.any(), "a word that blocks give each other was not taken"

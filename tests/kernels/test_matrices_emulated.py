@@ -7,7 +7,7 @@ import pytest
 
 from q27app.kernels import reference
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.kernels.cuda_ready import fixed_scale
+from q27app.kernels.cuda_ready import product_scale
 from tests.kernels import cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 from tests.kernels.made import make_batch, relative_error
@@ -57,7 +57,7 @@ def rounded_gate_up(stage: cuda_checks.Stage, x: np.ndarray, is_prefill: bool) -
     if is_prefill:
         return products
     sizes = np.linalg.norm((stage.values * stage.norm_values).astype(np.float64).reshape(2, -1, stage.cols), axis=2).prod(axis=0)
-    scales = fixed_scale(sizes, stage.cols) / np.where(np.arange(products.shape[1]) & 4, 16, 1)
+    scales = product_scale(sizes, stage.cols) / np.where(np.arange(products.shape[1]) & 4, 16, 1)
     return (products * scales).astype(np.float16) / scales
 
 

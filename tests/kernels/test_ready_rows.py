@@ -1,4 +1,4 @@
-"""Rows that gate_up and the delta rule leave ready for the next stage: their scale, and both stages one after the other."""
+"""Rows that gate_up, attention and the delta rule leave ready for the next stage: their scale, and both stages one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from q27app.kernels import cuda_ready
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.kernels.cuda_ready import fixed_scale, gated_scale, value_scale
+from q27app.kernels.cuda_ready import product_scale, gated_scale, value_scale
 from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
@@ -22,7 +22,7 @@ def test_no_product_of_normed_rows_reaches_the_largest_half():
     for hidden, size in ((64, 1e-3), (512, 1.0), (5120, 30.0)):
         gate, up = (random.standard_normal((40, hidden)) * size for _ in range(2))
         gate[3] = up[3]   # what bends both at once
-        scale = fixed_scale(np.linalg.norm(gate, axis=1) * np.linalg.norm(up, axis=1), hidden)
+        scale = product_scale(np.linalg.norm(gate, axis=1) * np.linalg.norm(up, axis=1), hidden)
         assert scale > 0 and np.log2(scale) == round(np.log2(scale))
         for x in (*gate, *up, *(gate + up)):
             x = x / np.sqrt(np.square(x).mean())
@@ -49,7 +49,7 @@ def test_no_head_of_the_delta_rule_reaches_the_largest_half():
 
 @pytest.mark.parametrize("sizes", [[0.0, 0.0], [np.nan, 1.0], [np.inf, 1.0], [1e-40, 1e-40], [1e4] + [1.0] * 999, [1e30, 1.0]])
 def test_a_scale_that_does_not_do_for_all_rows_is_none(sizes):
-    assert fixed_scale(np.array(sizes, np.float32), 1024) == 0.0
+    assert product_scale(np.array(sizes, np.float32), 1024) == 0.0
 
 
 @pytest.mark.long
