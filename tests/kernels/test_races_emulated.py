@@ -59,10 +59,11 @@ def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] =
     assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 640), stage, "decode", counts) < cuda_checks.TENSOR_CORE_TOLERANCE
 
 
-def flow(device: EmulatedDevice) -> None:
-    """The delta rule of many sequences of one row: more shares than blocks, so that places of the ring go round."""
-    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=64, delta_key_heads=2, delta_value_heads=4))
+def flow(device: EmulatedDevice, dim: int = 64) -> None:
+    """The delta rule of many sequences of one row: more shares than blocks, so that places of the ring go round. Heads of 128 are left ready."""
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4), leaves=True)
     bench.beside(bench.rows(2), (1,) * 9)
+    assert bench.was_left == (dim == 128)
 
 
 def assert_clean(found: Races) -> None:
@@ -97,9 +98,20 @@ def test_rings_of_rows(specs):
     assert_clean(device.races())
 
 
-def test_shared_memory_of_the_delta_rule_of_many_sequences():
+def test_rings_of_rows_that_were_left_ready():
+    device = EmulatedDevice(replace(CARD, num_sms=3), watched=ROWS)
+    backend = CudaBackend(device)
+    both = cuda_checks.Both(backend, 256, 640, Q4_G64, Q4_G64, down=200)
+    backend.empty((96, 256), "float32", "x")
+    assert cuda_checks.check_both(both, cuda_checks.open_state(backend, 256), (2, 3, 16)) < cuda_checks.TWO_STAGES_TOLERANCE
+    assert both.is_ready and device.races().copies
+    assert_clean(device.races())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shared_memory_of_the_delta_rule_of_many_sequences(dim):
     device = EmulatedDevice(replace(CARD, num_sms=2), watched=DELTA)
-    flow(device)
+    flow(device, dim)
     assert device.races().bulk_copies
     assert_clean(device.races())
 
