@@ -26,8 +26,18 @@ def test_matrix_stages_equal_numpy_and_keep_a_rows_bits(card, mix):
     stage = cuda_checks.Stage(backend, cuda_checks.MIXES[mix], 256, 1)
     backend.empty((96, 256), "float32", "x")
     state = cuda_checks.open_state(backend, 256)
-    for phase, counts in (("decode", (1, 3, 9)), ("prefill", (1, 70))):
+    for phase, counts in (("decode", (1, 2, 3, 9)), ("prefill", (1, 70))):
         assert cuda_checks.check_linear(backend, state, stage, phase, counts) < cuda_checks.TENSOR_CORE_TOLERANCE
+    device.check_guards()
+
+
+def test_two_rows_side_by_side_that_are_longer_than_what_is_kept_of_them():
+    """Columns past 6,144 are read a second time (Norm::KEEP)."""
+    device = EmulatedDevice()
+    backend = CudaBackend(device)
+    stage = cuda_checks.Stage(backend, cuda_checks.MIXES["mix"], 6400, 1)
+    backend.empty((96, 6400), "float32", "x")
+    assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 6400), stage, "decode", (1, 2, 3)) < cuda_checks.TENSOR_CORE_TOLERANCE
     device.check_guards()
 
 
