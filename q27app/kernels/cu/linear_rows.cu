@@ -10,9 +10,9 @@
 //
 // The steps of all groups, one after the other, are shared out evenly (row_shares.cuh): a block takes an equal part of
 // them, a warp an equal part of its block's. So every multiprocessor reads as many bytes as the others, and nobody waits for
-// anybody before the end. Each lane reads its 16 bytes of a unit straight into registers, half a step behind the other half:
-// the loads of a half have a scoreboard of their own, so that its products wait for them alone. The first of them are issued
-// before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
+// anybody before the end. Each lane reads its 16 bytes of a unit straight into registers; the next step's half takes the place of a half
+// as soon as that is multiplied (ptxas has all of them on one scoreboard, so that a step waits for the load issued last). The first of
+// them are issued before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
 // One or two rows are normed and converted by every block, side by side (staging.cuh); more rows are converted once, by stage_*, before. The
 // products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
@@ -282,10 +282,8 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       if constexpr (S::FUSED) {
         const auto row = [&](int r) { return RowMajor{m.rows + r * m.stride, reinterpret_cast<float*>(m.starts), r}; };
         if (SOURCE == NORMED && p.rows == 2) {
-          if constexpr (SOURCE == NORMED) {
-            const RowMajor both[2] = {row(0), row(1)};
-            stage_rows<SOURCE, 2>(p.rows_in, norm, 0, m.stats, both, m.inverse);
-          }
+          const RowMajor both[2] = {row(0), row(1)};
+          stage_rows<SOURCE, 2>(p.rows_in, norm, 0, m.stats, both, m.inverse);
         } else {
 #pragma unroll 1
           for (int r = 0; r < p.rows; ++r) {
