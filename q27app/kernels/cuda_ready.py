@@ -48,23 +48,27 @@ def ready_bytes(rows: int, cols: int) -> int:
 def product_scale(sizes: np.ndarray, hidden: int) -> float:
     """The power of two for products of rows of these sizes (lengths of gate and up multiplied), or 0 where one power of two does
     not do: the largest is too far from the others, or is not a number."""
-    return _power_of_two(sizes, hidden)
+    return _silu_scale(sizes, hidden)
 
 
 def gated_scale(sizes: np.ndarray, hidden: int, dim: int) -> float:
     """The same for heads of `dim` numbers of the delta rule. sizes: lengths of z's rows times the head's norm."""
-    return _power_of_two(sizes, np.sqrt(float(hidden) * dim))
+    return _silu_scale(sizes, np.sqrt(float(hidden) * dim))
 
 
-def _power_of_two(sizes: np.ndarray, factor: float) -> float:
+def _silu_scale(sizes: np.ndarray, factor: float) -> float:
     """factor: what can come out for a size of 1, where 1 is usual."""
     sizes = np.asarray(sizes, np.float64)
     largest = sizes.max() * factor * 1.01   # what float32 sums of the sizes may be too small
     if not 1e-30 < largest < 1e30:
         return 0.0
+    return _power_of_two(largest, 0.25 * np.median(sizes))   # silu of a usual gate is about half of it, for half of them
+
+
+def _power_of_two(largest: float, usual: float) -> float:
+    """That brings the largest number under TOP, if it leaves a usual one at USUAL or above; else 0."""
     scale = 2.0 ** np.floor(np.log2(TOP / largest))
-    usual = 0.25 * np.median(sizes) * scale   # silu of a usual gate is about half of it, for half of them
-    return float(scale) if usual >= USUAL else 0.0
+    return float(scale) if usual * scale >= USUAL else 0.0
 
 
 def value_scale(sizes: np.ndarray, hidden: int, block: int) -> float:
@@ -75,9 +79,7 @@ def value_scale(sizes: np.ndarray, hidden: int, block: int) -> float:
     largest = 1.1 * longest * np.sqrt(hidden) + 2.0 ** -9   # e4m3 may make a value larger by 2^-4 of it, or by 2^-10
     if not 1e-30 < longest < 1e30:
         return 0.0
-    scale = 2.0 ** np.floor(np.log2(TOP / largest))
-    usual = 2.0 ** -5 * np.median(sizes) * scale   # a mean of many, half of which the gate lets through
-    return float(scale) if usual >= USUAL else 0.0
+    return _power_of_two(largest, 2.0 ** -5 * np.median(sizes))   # a mean of many, half of which the gate lets through
 
 
 class ReadyRows:

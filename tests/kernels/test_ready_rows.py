@@ -7,7 +7,7 @@ import pytest
 
 from q27app.kernels import cuda_ready
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.kernels.cuda_ready import product_scale, gated_scale, value_scale
+from q27app.kernels.cuda_ready import gated_scale, product_scale, value_scale
 from q27app.kernels.kv_formats import kv_format
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.kernels import cuda_checks
