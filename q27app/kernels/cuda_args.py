@@ -108,11 +108,19 @@ class Attend(ctypes.Structure):
 
 class Delta(ctypes.Structure):
     _fields_ = [
-        *_fields(p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates pairs ahead",
-                 l="slot_bytes state_offset window_offset state_stride window_stride record_stride ahead_bytes", p2="keeps"),
+        *_fields(p="y conv a dt_bias norm slots positions row_starts slot_ids accepted record out channels gates pairs ahead "
+                   "lacks lacking", l="slot_bytes state_offset window_offset state_stride window_stride record_stride ahead_bytes lacking_stride", p2="keeps"),
         ("ready", Ready),
         *_fields(i="layer num_seqs y_stride z_offset beta_offset alpha_offset out_stride deferred num_keeps", f="eps"),
     ]
+
+
+MAX_SETTLED = 64
+"""Slots of a launch of delta_settle."""
+
+
+class Settle(ctypes.Structure):
+    _fields_ = [("delta", Delta), ("slots", ctypes.c_int * MAX_SETTLED), ("rows", ctypes.c_int * MAX_SETTLED)]
 
 
 class Sample(ctypes.Structure):

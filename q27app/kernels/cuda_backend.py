@@ -272,7 +272,7 @@ class CudaBackend:
         self.batch, self.state, self._kept_of = batch, state, None
         self.is_prefill = batch.phase == "prefill"
         self.area = self._areas[0 if batch.phase == "draft" else 1 if batch.num_rows <= SMALL_ROWS else 2]
-        self.area.put(batch)
+        self.area.put(batch, lacks=self._mixers.begin(batch, state))
         if batch.deferred:
             self._deferred = batch, self.area
         if batch.is_in_flight:

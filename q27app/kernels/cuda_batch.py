@@ -1,6 +1,6 @@
 """The arrays of a pass on the device, at fixed addresses: a recorded pass reads whatever the last `put` left there.
 
-    tokens, positions, logit_rows int32 [max_rows]; row_starts int32 [max_seqs + 1]; slots int32 [max_seqs]; keeps int32 [MAX_KEEPS, 3];
+    tokens, positions, logit_rows int32 [max_rows]; row_starts int32 [max_seqs + 1]; slots, lacks int32 [max_seqs]; keeps int32 [MAX_KEEPS, 3];
     block_tables int32 [max_seqs, table_stride]
 """
 
@@ -19,7 +19,7 @@ from q27app.kernels.staging import Slates
 def _places(max_rows: int, max_seqs: int, table_stride: int) -> tuple[dict[str, int], int]:
     """Word at which each field begins, and words in all."""
     sizes = {"tokens": max_rows, "positions": max_rows, "logit_rows": max_rows, "row_starts": max_seqs + 1,
-             "slots": max_seqs, "keeps": 3 * MAX_KEEPS, "tables": max_seqs * table_stride}
+             "slots": max_seqs, "lacks": max_seqs, "keeps": 3 * MAX_KEEPS, "tables": max_seqs * table_stride}
     at, end = {}, 0
     for name, size in sizes.items():
         at[name] = end
@@ -48,9 +48,9 @@ class BatchArea:
         """Device address of item `index` of a field."""
         return self.address + 4 * (self._at[name] + index)
 
-    def put(self, batch: Batch, moves: bool = False) -> None:
+    def put(self, batch: Batch, moves: bool = False, lacks: np.ndarray | None = None) -> None:
         """Copy the batch's arrays over. The host waits only if the copy before the last has not happened yet. moves: a kernel will write
-        tokens and positions; where everything else lies there, nothing is copied."""
+        tokens and positions; where everything else lies there, nothing is copied. lacks: see `Lacking.begin`."""
         width, count = batch.block_tables.shape[1], batch.num_seqs
         if width > self.table_stride:
             raise Q27Error(f"a block table has {width} entries, expected at most {self.table_stride}.")
@@ -60,7 +60,7 @@ class BatchArea:
             return
         host = self._hosts.open().view(np.int32)
         for name, values in (("tokens", batch.tokens), ("positions", batch.positions), ("logit_rows", batch.logit_rows),
-                             ("row_starts", batch.row_starts), ("slots", batch.slots)):
+                             ("row_starts", batch.row_starts), ("slots", batch.slots), ("lacks", () if lacks is None else lacks)):
             host[self._at[name]:self._at[name] + len(values)] = values
         if batch.keeps:
             keeps = np.array([(keep.seq, keep.rows, keep.slot) for keep in batch.keeps], np.int32).reshape(-1)

@@ -10,7 +10,9 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import MAX_DECODE_ROWS, Batch
 from q27app.kernels.cuda_batch import BatchArea
+from q27app.kernels.cuda_lacking import MAX_LACKING
 from q27app.kernels.cuda_linear import Gated
+from q27app.kernels.cuda_state import CudaState
 from q27app.kernels.memory import CudaBuffer
 
 GATED_HEAD = 128
@@ -62,7 +64,7 @@ def flow_launch(dim: int, num_seqs: int, num_heads: int, num_sms: int) -> tuple[
     """Grid, threads and shared memory of delta_flow (Flow, Flowing). dim: of a head. Where a head is two shares, the
     number of blocks is even: the one that has a head's last columns waits for the one before it, never for one that has not begun."""
     columns = min(64, dim)
-    shared = 3 * columns * dim * 4 + 2 * (2 * dim + columns) * 4 + 2 * 32 + 3 * 8
+    shared = 3 * (columns * dim + MAX_LACKING * (dim + columns) + 4) * 4 + 2 * (2 * dim + columns) * 4 + 2 * 32 + 3 * (8 + 4)
     return (min(num_seqs * num_heads * dim // columns, 2 * num_sms),), columns // 2 * (dim // 16), -(-shared // 16) * 16
 
 
@@ -73,12 +75,32 @@ def delta_forms(dim: int) -> dict[str, DeltaForm]:
             "delta_many": DeltaForm(32, 2), "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
 
 
+def _is_single(batch: Batch) -> bool:
+    """One row of each sequence."""
+    return batch.num_rows == batch.num_seqs and bool((np.diff(batch.row_starts) == 1).all())
+
+
 class Mixers:
     """delta and commit of a backend."""
 
     def __init__(self, backend) -> None:
         self._backend = backend
         self._gated: dict[int, cuda_args.Delta] = {}
+
+    def _flows(self, batch: Batch) -> bool:
+        """Whether a pass goes through delta_flow."""
+        return (batch.phase == "decode" and not batch.deferred and batch.num_seqs >= FLOW_SEQS and "delta_flow" in self._backend.defines
+                and _is_single(batch))
+
+    def begin(self, batch: Batch, state: CudaState) -> np.ndarray | None:
+        """Before a pass is put on the device: what delta_flow is told of the rows that states lack; for other kernels they lack none from now on."""
+        if batch.phase == "draft" or not state.num_delta_layers:
+            return None
+        state.lacking.drop(keep.slot for keep in batch.keeps)
+        if self._flows(batch):
+            return state.lacking.begin(batch.slots)
+        state.lacking.end(batch.slots)
+        return None
 
     def delta(self, y: CudaBuffer, layer, o: CudaBuffer) -> None:
         backend, state, batch = self._backend, self._backend.state, self._backend.batch
@@ -114,7 +136,7 @@ class Mixers:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
         dim = geometry.delta_head_dim
-        is_single = largest == 1 and batch.num_rows == batch.num_seqs
+        is_single = _is_single(batch)
         if not is_single:
             kernel = "delta_step" if batch.num_seqs == 1 else "delta_steps"
         else:
@@ -123,7 +145,7 @@ class Mixers:
             self._gated[o.address] = args
         else:
             args.out, args.ready = backend.scratch.head_words, left
-        if is_single and not batch.deferred and batch.num_seqs >= FLOW_SEQS and "delta_flow" in backend.defines:
+        if self._flows(batch):
             grid, threads, shared = flow_launch(dim, batch.num_seqs, heads, backend.device.card.num_sms)
             backend.launch("delta_flow", "delta_flow", grid, threads, shared, args)
             return
@@ -159,9 +181,8 @@ class Mixers:
     def _delta_args(self, batch: Batch, area: BatchArea) -> cuda_args.Delta:
         backend, state = self._backend, self._backend.state
         args = cuda_args.Delta()
-        args.slots, args.slot_bytes, args.state_offset, args.window_offset = state.slots, state.slot_bytes, 0, state.window_offset
-        args.state_stride, args.window_stride = state.state_stride, state.window_stride
-        args.positions, args.row_starts, args.slot_ids = area.at("positions"), area.at("row_starts"), area.at("slots")
+        state.fill_args(args)
+        args.positions, args.row_starts, args.slot_ids, args.lacks = (area.at(name) for name in ("positions", "row_starts", "slots", "lacks"))
         args.num_seqs, args.eps = batch.num_seqs, backend.eps
         return args
 

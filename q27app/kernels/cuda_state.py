@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from q27app.errors import Q27Error, UsageError
+from q27app.kernels import cuda_args
 from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.cuda_lacking import Lacking
 from q27app.kernels.kv_formats import KV_FORMATS, kv_format as find_format
 from q27app.kernels.slot_exports import SlotExport, SlotExports
 
@@ -67,6 +69,7 @@ class CudaState:
         self.slots = self._device.allocate(num_slots * self.slot_bytes)
         self.blocks = self._device.allocate(max(num_blocks * self.block_bytes, 256))
         self.record = self._device.allocate(max(num_delta_layers * max_record_rows * self.record_row * 4, 256))
+        self.lacking = Lacking(backend, self)
         for address, size in ((self.slots, num_slots * self.slot_bytes), (self.blocks, num_blocks * self.block_bytes)):
             self._device.fill(address, size)
 
@@ -80,22 +83,33 @@ class CudaState:
             raise Q27Error(f"KV block {index} does not exist, expected 0 to {self.num_blocks - 1}.")
         return self.blocks + index * self.block_bytes
 
+    def fill_args(self, args: cuda_args.Delta) -> None:
+        """Where the slots lie, for kernels of the delta rule."""
+        args.slots, args.slot_bytes, args.state_offset, args.window_offset = self.slots, self.slot_bytes, 0, self.window_offset
+        args.state_stride, args.window_stride = self.state_stride, self.window_stride
+        args.lacking, args.lacking_stride = self.lacking.address, self.lacking.stride
+
     def clear_slot(self, slot: int) -> None:
+        self.lacking.drop([slot])
         self._device.fill(self.slot(slot), self.slot_bytes)
 
     def copy_slot(self, source: int, target: int) -> None:
+        self.lacking.settle([source])
+        self.lacking.drop([target])
         self._device.copy(self.slot(target), self.slot(source), self.slot_bytes)
 
     def copy_block(self, source: int, target: int) -> None:
         self._device.copy(self.block(target), self.block(source), self.block_bytes)
 
     def export_slot(self, slot: int) -> np.ndarray:
+        self.lacking.settle([slot])
         return self._device.download(self.slot(slot), self.slot_bytes)
 
     def reserve_exports(self) -> None:
         self._exports = self._exports or SlotExports(self._device, self.slot_bytes)
 
     def begin_export(self, slot: int) -> SlotExport | None:
+        self.lacking.settle([slot])
         return None if self._exports is None else self._exports.begin(self.slot(slot))
 
     def end_exports(self) -> None:
@@ -104,6 +118,7 @@ class CudaState:
         self._exports = None
 
     def import_slot(self, slot: int, data: np.ndarray) -> None:
+        self.lacking.drop([slot])
         self._device.upload(self.slot(slot), _bytes(data, (self.slot_bytes,), "a slot"))
 
     def export_blocks(self, blocks: Sequence[int]) -> np.ndarray:
@@ -122,8 +137,9 @@ class CudaState:
 
     def release(self) -> None:
         self.end_exports()
-        for address in (self.slots, self.blocks, self.record):
-            self._device.release(address)
+        for address in (self.slots, self.blocks, self.record, self.lacking.address):
+            if address:
+                self._device.release(address)
 
 
 MAX_RUN = 64

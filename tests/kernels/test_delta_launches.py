@@ -62,5 +62,5 @@ def test_a_scale_that_is_not_known_is_not_asked_for_in_a_recording(stage):
 
 def test_blocks_of_the_flow_hold_three_shares_and_two_fit_beside_each_other():
     (blocks,), threads, shared = flow_launch(128, 64, 48, 132)
-    assert (blocks, threads, shared) == (2 * 132, 256, 3 * 32768 + 2 * 4 * (128 + 128 + 64) + 2 * 32 + 3 * 8 + 8)
+    assert (blocks, threads, shared) == (2 * 132, 256, 3 * (32768 + 4 * (4 + 3 * (128 + 64))) + 2 * 4 * (128 + 128 + 64) + 2 * 32 + 3 * 12 + 12)
     assert 2 * (shared + OF_EACH) <= ROOM and flow_launch(128, 1, 48, 132)[0] == (96,)

@@ -24,10 +24,12 @@ struct Delta {
   float* gates;               // prefill: [rows, VALUE_HEADS, 4] decay and beta, then products of decays (delta_chunk.cu)
   float* pairs;               // prefill: [rows, VALUE_HEADS, 32] (delta_chunk.cu)
   const unsigned char* ahead; // what the next kernel reads first
+  const int* lacks;           // [seqs] delta_flow: rows that a sequence's states lack, as many records; ~rows: the states are written, and lack none from then on
+  float* lacking;             // [slots, lacking_stride] records of rows that states lack (delta_flow.cu)
   long long slot_bytes, state_offset, window_offset;           // of layer 0 in a slot
   long long state_stride, window_stride;                       // from one delta layer to the next
   long long record_stride;                                     // floats, commit only
-  long long ahead_bytes;
+  long long ahead_bytes, lacking_stride;                       // lacking_stride: floats
   const int* keeps;                                            // prefill: [num_keeps, 3] sequence, rows, slot
   Ready ready;                                                 // row family: where rows go with their gated norm; no units: to out, without it
   int layer, num_seqs, y_stride, z_offset, beta_offset, alpha_offset, out_stride, deferred, num_keeps;

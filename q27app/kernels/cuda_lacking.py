@@ -1,0 +1,85 @@
+"""Rows that states lack: a sequence that takes one row a pass beside others has its delta states written with every fourth row alone.
+
+What a row adds to the states (its keys, what each column learned of them, decays) is kept beside them, and whoever looks at the states
+next applies it first, with the arithmetic of the row itself, so that no bit depends on when that happens: `delta_flow` on its way, everybody else after `settle`.
+
+record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims its rows' decays and [3][64] learned) f32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from q27app.errors import Q27Error
+from q27app.kernels import cuda_args
+
+MAX_LACKING = 3
+"""Rows that a state may lack (LACKS in delta_flow.cu)."""
+
+STEADY_PASSES = 4
+"""A slot's states are written with every row until so many passes in a row went through delta_flow: to settle costs as much as is saved
+by not writing them three times."""
+
+
+def share_launch(geometry) -> tuple[int, int]:
+    """Shares of a sequence in delta_flow.cu, and threads that take one (HEAD_SHARES, Flow::THREADS)."""
+    dim, columns = geometry.delta_head_dim, min(64, geometry.delta_head_dim)
+    return geometry.delta_value_heads * dim // columns, columns // 2 * (dim // 16)
+
+
+def lacking_floats(geometry) -> int:
+    """Of a slot and layer (LACKING in delta_flow.cu)."""
+    columns = min(64, geometry.delta_head_dim)
+    return geometry.delta_key_heads * MAX_LACKING * geometry.delta_head_dim + share_launch(geometry)[0] * (4 + MAX_LACKING * columns)
+
+
+class Lacking:
+    """Of a `CudaState`, which owns it. rows: int32 [slots], how many each lacks; the device is told of those of a pass (`begin`)."""
+
+    def __init__(self, backend, state) -> None:
+        self._backend, self._state = backend, state
+        self.rows, self._passes = np.zeros(state.num_slots, np.int32), np.zeros(state.num_slots, np.int32)
+        self.stride = state.num_delta_layers * lacking_floats(state.geometry)
+        nbytes = state.num_slots * self.stride * 4 if backend.device.card.has_warpgroups else 0
+        self.address = backend.device.allocate(nbytes) if nbytes else 0
+        if nbytes:
+            backend.device.fill(self.address, nbytes)
+
+    def begin(self, slots: np.ndarray) -> np.ndarray:
+        """Of a pass of `delta_flow` that is about to run: what it is told of each sequence (Delta.lacks)."""
+        rows = self.rows[slots]
+        if self._backend.device.is_recording:   # a replay finds the same numbers each time
+            if rows.any():
+                raise Q27Error("a pass is recorded with its begin while states lack rows of earlier ones.")
+            return ~rows
+        writes = (rows == MAX_LACKING) | (self._passes[slots] < STEADY_PASSES)
+        self._passes[slots] += 1
+        self.rows[slots] = np.where(writes, 0, rows + 1)
+        return np.where(writes, ~rows, rows)
+
+    def end(self, slots: np.ndarray) -> None:
+        """Before a pass of another kind."""
+        self.settle(slots)
+        self._passes[slots] = 0
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Their states are about to be written as a whole."""
+        for slot in slots:
+            self.rows[slot] = self._passes[slot] = 0
+
+    def settle(self, slots: Iterable[int]) -> None:
+        """Write the states with the rows that they lack."""
+        late = [int(slot) for slot in slots if self.rows[slot]]
+        for first in range(0, len(late), cuda_args.MAX_SETTLED):
+            some = late[first:first + cuda_args.MAX_SETTLED]
+            args = cuda_args.Settle()
+            self._state.fill_args(args.delta)
+            for place, slot in enumerate(some):
+                args.slots[place], args.rows[place] = slot, int(self.rows[slot])
+            shares, threads = share_launch(self._state.geometry)
+            grid = (shares, len(some), self._state.num_delta_layers)
+            self._backend.launch("delta_flow", "delta_settle", grid, threads, 0, args, dependent=False)
+        for slot in late:
+            self.rows[slot] = 0
