@@ -345,6 +345,7 @@ def _plan(config: EngineConfig, backend: Any, geometry: ModelConfig, free: int, 
         "scratch": estimate(geometry, max_rows, BLOCK_POSITIONS) if scratch is None else scratch, "margin": free // 16,
         "context": config.context, "slots": config.slots, "max_auto_slots": MAX_AUTO_SLOTS,
         "window_rows": None if backend.name == "numpy" else geometry.conv_width, "runtime": backend.runtime_bytes,
+        "lacking_rows": backend.lacking_rows,
     }
     if config.kv_format != "auto":
         wanted = EXACT_KV_FORMAT[backend.name] if config.kv_format == "exact" else config.kv_format

@@ -123,6 +123,8 @@ class Backend(Protocol):
     """Calls return before their work is done, so the host has time until a call that waits."""
     row_groups: tuple[int, ...]
     """Row-family passes launch alike whose longest sequences lie between the same two of these numbers of rows."""
+    lacking_rows: int
+    """Rows for which a slot has room beside its states: it may be written some rows later than it is computed, which nobody sees."""
 
     # memory
     def free_bytes(self) -> int: ...

@@ -22,6 +22,7 @@ from q27app.kernels.compiler import Job
 from q27app.kernels.card import MAX_CONTEXT
 from q27app.kernels.cuda_attention import ITEM_ROWS, Attention, decode_by_warpgroups
 from q27app.kernels.cuda_batch import BatchArea, area_bytes
+from q27app.kernels.cuda_lacking import MAX_LACKING
 from q27app.kernels.cuda_linear import LinearStages
 from q27app.kernels.cuda_mixers import Mixers
 from q27app.kernels.cuda_ready import HEAD_ROWS, ReadyRows, ready_bytes
@@ -71,6 +72,7 @@ class CudaBackend:
 
     def __init__(self, device: Device, progress: Callable[[int, int], None] | None = None) -> None:
         self.device = device
+        self.lacking_rows = MAX_LACKING if device.card.has_warpgroups else 0
         self.defines: dict[str, dict[str, int]] = fixed_defines(device.card)
         self._functions: dict[tuple[str, str], Any] = {}
         device.prepare([Job.of(source, defines) for source, defines in self.defines.items()], progress)

@@ -36,13 +36,13 @@ def lacking_floats(geometry) -> int:
 
 
 class Lacking:
-    """Of a `CudaState`, which owns it. rows: int32 [slots], how many each lacks; the device is told of those of a pass (`begin`)."""
+    """Of a `CudaState`, which owns it. rows: int32 [slots], how many each lacks; the device is told of those of a pass (`begin`). steady: see STEADY_PASSES."""
 
     def __init__(self, backend, state) -> None:
-        self._backend, self._state = backend, state
+        self._backend, self._state, self.steady = backend, state, STEADY_PASSES
         self.rows, self._passes = np.zeros(state.num_slots, np.int32), np.zeros(state.num_slots, np.int32)
         self.stride = state.num_delta_layers * lacking_floats(state.geometry)
-        nbytes = state.num_slots * self.stride * 4 if backend.device.card.has_warpgroups else 0
+        nbytes = state.num_slots * self.stride * 4 if backend.lacking_rows else 0
         self.address = backend.device.allocate(nbytes) if nbytes else 0
         if nbytes:
             backend.device.fill(self.address, nbytes)
@@ -54,7 +54,7 @@ class Lacking:
             if rows.any():
                 raise Q27Error("a pass is recorded with its begin while states lack rows of earlier ones.")
             return ~rows
-        writes = (rows == MAX_LACKING) | (self._passes[slots] < STEADY_PASSES)
+        writes = (rows == MAX_LACKING) | (self._passes[slots] < self.steady)
         self._passes[slots] += 1
         self.rows[slots] = np.where(writes, 0, rows + 1)
         return np.where(writes, ~rows, rows)

@@ -68,7 +68,7 @@ class NumpyWeight:
 class NumpyBackend:
     """See `backend.Backend`."""
 
-    name, is_ahead, row_groups = "numpy", False, ()
+    name, is_ahead, row_groups, lacking_rows = "numpy", False, (), 0
 
     def __init__(self) -> None:
         self._blas_threads = leave_a_core() or 1

@@ -75,13 +75,21 @@ class MemoryPlan:
         return "\n".join(f"  {name:<10} {size / 1e9:9.3f} GB" for name, size in rows)
 
 
-def slot_bytes(config: ModelConfig, window_rows: int | None = None) -> int:
+LACKING_ROWS: dict[tuple[int, int], int] = {(9, 0): 3}
+"""Rows that states may lack, by compute capability (kernels/cuda_lacking.py); none elsewhere."""
+
+
+def slot_bytes(config: ModelConfig, window_rows: int | None = None, lacking_rows: int = 0) -> int:
     """Recurrent state of one sequence: delta states, convolution windows and one hidden row, all float32.
 
-    window_rows: kept inputs of a convolution; None = those that it looks back on, a card keeps one more (delta.cuh)."""
+    window_rows: kept inputs of a convolution; None = those that it looks back on, a card keeps one more (delta.cuh).
+    lacking_rows: for which there is room beside the states (delta_flow.cu), with four numbers more for each 64 value dims."""
     delta = config.delta_value_heads * config.delta_head_dim**2
     window = (config.conv_width - 1 if window_rows is None else window_rows) * config.conv_channels
-    return 4 * (config.num_delta_layers * (delta + window) + config.hidden_size)
+    beside = lacking_rows * (config.delta_key_heads + config.delta_value_heads) * config.delta_head_dim
+    if lacking_rows:
+        beside += 4 * config.delta_value_heads * max(1, config.delta_head_dim // 64)
+    return 4 * (config.num_delta_layers * (delta + window + beside) + config.hidden_size)
 
 
 def block_bytes(config: ModelConfig, kv_format: str) -> int:
@@ -142,8 +150,10 @@ def card_scratch_bytes(config: ModelConfig, max_rows: int, max_logit_rows: int, 
 def plan_memory(
     config: ModelConfig, *, free: int, weights: int, scratch: int, kv_format: str, graphs: int = 0, margin: int = 0,
     context: int | None = None, slots: int | None = None, max_auto_slots: int = 1, window_rows: int | None = None, runtime: int = 0,
+    lacking_rows: int = 0,
 ) -> MemoryPlan:
-    """Size slots and context. context, slots: wishes; None = auto. runtime: bytes that are no longer among the free ones.
+    """Size slots and context. context, slots: wishes; None = auto. runtime: bytes that are no longer among the free ones. window_rows, lacking_rows:
+    see `slot_bytes`.
 
     auto context: the native window, or the largest multiple of 1,024 that fits every slot. A wish that does not fit is
     refused with the largest that would. Windows above the native one are allowed when asked for, with a reason that warns.
@@ -155,7 +165,7 @@ def plan_memory(
         raise UsageError(f"context is {context} tokens, expected at most {max(MAX_CONTEXT, config.max_context)}.")
     if slots is not None and not 1 <= slots <= 4096:
         raise UsageError(f"slots is {slots}, expected 1 to 4096.")
-    per_slot, per_block = slot_bytes(config, window_rows), block_bytes(config, kv_format)
+    per_slot, per_block = slot_bytes(config, window_rows, lacking_rows), block_bytes(config, kv_format)
     num_slots = slots or max_auto_slots
     room = free - margin - weights - scratch - graphs
 

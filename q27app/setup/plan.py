@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from q27app.errors import OutOfMemory, UsageError
-from q27app.model.budget import KV_FORMATS, MemoryPlan, card_prefill_rows, card_scratch_bytes, kv_formats_for, place_embedding, plan_memory
+from q27app.model.budget import KV_FORMATS, LACKING_ROWS, MemoryPlan, card_prefill_rows, card_scratch_bytes, kv_formats_for, place_embedding, plan_memory
 from q27app.setup.cards import OLDEST
 from q27app.setup.checkpoints import FAMILY, Checkpoint, family_checkpoint, good_tiers
 
@@ -207,7 +207,8 @@ class _Search:
 
         def plan(weights: int) -> MemoryPlan:
             return plan_memory(config, free=self.free, weights=weights, scratch=card_scratch_bytes(config, card_prefill_rows(self.free), LOGIT_ROWS),
-                               kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots, runtime=RUNTIME_BYTES)
+                               kv_format=kv, margin=self.free // MARGIN_SHARE, context=context, slots=slots, runtime=RUNTIME_BYTES,
+                               lacking_rows=LACKING_ROWS.get(self.machine.capability, 0))
 
         memory, in_host = place_embedding(plan, self.checkpoint.bytes_of(tier), self.checkpoint.embed_bytes(tier), self.embed,
                                           self.native if context is None else context)

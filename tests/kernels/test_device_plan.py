@@ -10,8 +10,10 @@ import pytest
 from q27app.engine.engine import Engine, EngineConfig
 from q27app.engine.request import FinishReason, Request, SamplingParams
 from q27app.errors import EngineDied, GpuError, OutOfMemory
+from q27app.kernels.card import WARPGROUP_KINDS
 from q27app.kernels.cuda_backend import CudaBackend
-from q27app.model.budget import card_prefill_rows, card_scratch_bytes
+from q27app.kernels.cuda_lacking import MAX_LACKING
+from q27app.model.budget import LACKING_ROWS, card_prefill_rows, card_scratch_bytes
 from q27app.weights.synthetic import synthesize
 from tests.kernels.counting_device import CARDS, CountingDevice
 
@@ -68,6 +70,11 @@ def test_the_estimate_before_loading_is_near_and_not_too_little(served, card, si
     estimate = card_scratch_bytes(config, card_prefill_rows(loaded.plan.free), 64)
     most = 4 * 16 * 480 * config.num_heads * (config.head_dim + 2)   # this short window has few cuts
     assert loaded.plan.scratch <= estimate <= 1.05 * loaded.plan.scratch + most + (8 << 20)
+
+
+def test_plans_know_on_which_cards_states_lack_rows():
+    assert {kind: MAX_LACKING for kind in WARPGROUP_KINDS} == LACKING_ROWS
+    assert [CudaBackend(CountingDevice(card)).lacking_rows for card in CARDS.values()] == [LACKING_ROWS.get(card.capability, 0) for card in CARDS.values()]
 
 
 @pytest.mark.parametrize("draft", ["off", "auto"])

@@ -27,6 +27,8 @@ def test_bytes_of_the_27b_are_the_published_ones():
     assert block_bytes(CONFIG, "fp16") == 64 * 69632
     assert block_bytes(CONFIG, "fp8") == 64 * 34816
     assert slot_bytes(CONFIG) == 48 * (3145728 + 122880) + 4 * 5120
+    assert slot_bytes(CONFIG, 4) == slot_bytes(CONFIG) + 48 * 40960
+    assert slot_bytes(CONFIG, lacking_rows=3) == slot_bytes(CONFIG) + 48 * 4 * (3 * 8192 + 4 * 96)
 
 
 def test_auto_context_stops_at_the_native_window():
