@@ -267,7 +267,7 @@ class CudaBackend:
 
     def begin(self, batch: Batch, state: CudaState) -> None:
         """What is copied here is there for a pass, as `embed` starts when all before it has ended. A stage that is run alone is
-        to be preceded by `device.synchronize`: attention and the delta rule look at positions before they wait."""
+        to be preceded by `device.synchronize`: attention and the delta rule look at positions before they wait. In a recording: see `Lacking.begin`."""
         if batch.num_seqs > MAX_SEQS or batch.num_rows > self.scratch.max_rows:
             raise Q27Error(f"a pass of {batch.num_rows} rows of {batch.num_seqs} sequences, expected at most "
                            f"{self.scratch.max_rows} of {MAX_SEQS}.")

@@ -1,7 +1,8 @@
 """Rows that states lack: a sequence that takes one row a pass beside others has its delta states written with every fourth row alone.
 
 What a row adds to the states (its keys, what each column learned of them, decays) is kept beside them, and whoever looks at the states
-next applies it first, with the arithmetic of the row itself, so that no bit depends on when that happens: `delta_flow` on its way, everybody else after `settle`.
+next applies it first, with the arithmetic of the row itself, so that no bit depends on when that happens: `delta_flow` on its way,
+everybody else after `settle`.
 
 record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims its rows' decays and [3][64] learned) f32
 """
@@ -19,8 +20,8 @@ MAX_LACKING = 3
 """Rows that a state may lack (LACKS in delta_flow.cu)."""
 
 STEADY_PASSES = 4
-"""A slot's states are written with every row until so many passes in a row went through delta_flow: to settle costs as much as is saved
-by not writing them three times."""
+"""A slot's states are written with every row until so many passes in a row went through delta_flow: to settle costs what is saved
+by about two rows, so company that comes and goes would lose by it."""
 
 
 def share_launch(geometry) -> tuple[int, int]:
@@ -48,11 +49,11 @@ class Lacking:
             backend.device.fill(self.address, nbytes)
 
     def begin(self, slots: np.ndarray) -> np.ndarray:
-        """Of a pass of `delta_flow` that is about to run: what it is told of each sequence (Delta.lacks)."""
+        """Of a pass of `delta_flow` that is about to run: what it is told of each sequence (Delta.lacks). A recording that contains this writes the states with
+        every row, and may only be replayed while they lack none."""
         rows = self.rows[slots]
-        if self._backend.device.is_recording:   # a replay finds the same numbers each time
-            if rows.any():
-                raise Q27Error("a pass is recorded with its begin while states lack rows of earlier ones.")
+        if self._backend.device.is_recording:
+            self.settle(slots)
             return ~rows
         writes = (rows == MAX_LACKING) | (self._passes[slots] < self.steady)
         self._passes[slots] += 1
@@ -72,6 +73,8 @@ class Lacking:
     def settle(self, slots: Iterable[int]) -> None:
         """Write the states with the rows that they lack."""
         late = [int(slot) for slot in slots if self.rows[slot]]
+        if late and self._backend.device.is_recording:   # each replay would apply them again
+            raise Q27Error(f"slots {late} lack rows of passes before a recording that begins one of its own.")
         for first in range(0, len(late), cuda_args.MAX_SETTLED):
             some = late[first:first + cuda_args.MAX_SETTLED]
             args = cuda_args.Settle()

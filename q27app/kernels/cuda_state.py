@@ -2,6 +2,7 @@
 
 slot:   [delta layer][value head][value dim][key dim] f32, then [delta layer][position % 4][channel] f32, then
         [hidden] f32
+        Rows that the delta states of a slot may still lack lie apart (cuda_lacking.py): whoever reads or writes a slot here settles or drops them.
 block:  [kv layer]([kv head][64][a head's bytes] keys, the same of values), in the KV format's codes
 """
 

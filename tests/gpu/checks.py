@@ -20,7 +20,7 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.gpu import big, parity, whole
-from tests.kernels import cuda_checks, delta_checks
+from tests.kernels import cuda_checks, delta_checks, lacking_checks
 from tests.kernels.made import make_batch
 from tests.model.geometry import config_27b
 
@@ -188,6 +188,10 @@ def delta(device: CudaDevice) -> None:
             errors = delta_checks.check_delta(bench, 300), delta_checks.check_steps(bench, 48, (1, 2, 3, 5, 8, 12, 16))
             assert bench.was_left == leaves
             delta_checks.check_company(bench, 3, ((1,) * 2, (1,) * 3, (1,) * 16, (1, 4, 2, 16, 3, 1)))
+            if device.card.has_warpgroups:
+                for count in (4, 16):
+                    assert lacking_checks.check_lacking(bench, count, 14, 3) == {0, 1, 2, 3}
+                lacking_checks.check_life(bench, 1, 60)
             limited(errors[0], delta_checks.TOLERANCE)
             limit = delta_checks.READY_TOLERANCE if leaves else delta_checks.TOLERANCE
             return limited(errors[1], limit) + f" (prefill {errors[0]:.1e}, steps {errors[1]:.1e})"

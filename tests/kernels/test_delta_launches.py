@@ -43,6 +43,31 @@ def test_heads_of_the_flow_wait_for_blocks_with_smaller_numbers_alone(seqs, head
         assert all((share - 1) % blocks < share % blocks for share in range(1, 2 * seqs * heads, 2))
 
 
+def test_states_are_settled_once_and_only_where_they_lack_rows():
+    """Sequences leave the company, then others look at their slots."""
+    device = NotingDevice(CARDS["wide"])
+    bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=128, delta_key_heads=2, delta_value_heads=4))
+    state = bench.backend.allocate_state(bench.config, 2, 1, "fp16", 8, 8, 16)
+    state.lacking.steady = 0
+
+    def settles(run) -> int:
+        device.launches.clear()
+        run()
+        assert ("delta_settle", True) not in device.launches, "it does not wait by itself"
+        return device.launches.count(("delta_settle", False))
+
+    def decode(count: int, phase: str = "decode") -> None:
+        begin_alone(bench.backend, make_batch(phase, [[0]] * count, [0] * count, list(range(count)), [[0]] * count, None, phase == "verify"), state)
+
+    assert [settles(lambda: decode(4)) for _ in range(6)] == [0] * 6
+    assert state.lacking.rows.tolist() == [2] * 4 + [0] * 4
+    assert settles(lambda: decode(2, "draft")) == 0
+    assert [settles(lambda: decode(2)) for _ in range(3)] == [1, 0, 0]
+    assert [settles(lambda: state.copy_slot(2, 7)) for _ in range(2)] == [1, 0]
+    assert [settles(lambda: decode(4, "verify")) for _ in range(2)] == [1, 0]
+    assert state.lacking.rows.tolist() == [0] * 8
+
+
 @pytest.mark.parametrize("stage", ["delta", "attend"])
 def test_a_scale_that_is_not_known_is_not_asked_for_in_a_recording(stage):
     device, config = NotingDevice(CARDS["wide"]), replace(cuda_checks.NANO, delta_head_dim=128, delta_key_heads=2, delta_value_heads=4)

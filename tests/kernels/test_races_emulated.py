@@ -14,7 +14,7 @@ from q27app.kernels import cuda_tiles
 from q27app.kernels.compiler import SOURCES
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
-from tests.kernels import attend_checks, cuda_checks
+from tests.kernels import attend_checks, cuda_checks, lacking_checks
 from tests.kernels.delta_checks import DeltaBench
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, needs_compiler
 from tests.kernels.made import make_batch
@@ -62,7 +62,7 @@ def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] =
 def flow(device: EmulatedDevice, dim: int = 64) -> None:
     """The delta rule of many sequences of one row: more shares than blocks, so that places of the ring go round. Heads of 128 are left ready."""
     bench = DeltaBench(device, replace(cuda_checks.NANO, delta_head_dim=dim, delta_key_heads=2, delta_value_heads=4), leaves=True)
-    bench.beside(bench.rows(2), (1,) * 9)
+    assert lacking_checks.check_lacking(bench, 9, 9, 6) == {0, 1, 2, 3}
     assert bench.was_left == (dim == 128)
 
 
@@ -151,6 +151,9 @@ BROKEN_ATTEND = {
 
 BROKEN_FLOW = {
     "a place is free before all have read it": ("    __syncthreads();   // nobody needs", "    // nobody needs"),
+    "a place is free before the rows that its state lacks are applied": (
+        "    catch_up(s, in.keys[place][0], in.lacking[place], rows_of(lacks), column, j);\n    __syncthreads();   // nobody needs this place any more, nor what lies on the other side\n",
+        "    __syncthreads();   // nobody\n    catch_up(s, in.keys[place][0], in.lacking[place], rows_of(lacks), column, j);\n"),
     "states are not waited for": ("    arrival_wait(in.there + place, phase);\n", ""),
     "one side for all shares": ("    side ^= 1;\n", ""),
     "barriers are used before they are there": ("  __syncthreads();   // the barriers", "  // the barriers"),

@@ -1,21 +1,26 @@
-// delta_flow: convolution, gates and gated delta rule in place for one row of each of several sequences, on cards with bulk copies.
+// delta_flow: convolution, gates and gated delta rule in place for one row of each of several sequences, on cards with bulk copies. delta_settle: the
+// rows that states lack.
 // Reference: reference.delta      Used by: layers.run_layer
 // Shapes:    as delta_step.cu     Layout: delta.cuh, delta_few.cuh
-// Launch:    grid (blocks, which take shares of a head until none is left), block (Flow::THREADS), shared sizeof(Flowing)
+// Launch:    grid (blocks, which take shares of a head until none is left), block (Flow::THREADS), shared sizeof(Flowing); delta_settle grid
+//            (HEAD_SHARES, slots, layers), block (Flow::THREADS)
 // Defines:   DELTA_DIM, DELTA_KEY_HEADS, DELTA_VALUE_HEADS, CONV_WIDTH    Limits: one row a sequence, not deferred
 // Numbers:   f32 throughout, the bits of delta_step.cu. Bound: memory (the states).
 //
 // A share is COLUMNS value dims of a head of a sequence: 32 KiB of state at 128 dims. PLACES of them are on their way to shared memory while
 // the block works on one, so that memory never waits for the work; the convolution's inputs come a share ahead into registers. State, window
 // and the pass's arrays are fetched before the kernel waits for its inputs: nothing since the last pass has written them.
+//
+// A state that is only read takes less than half as long as one that is written back. So most rows leave a record of what they add to it, and the state,
+// read with the records so far and made up for them by the rows' own arithmetic, is written with every fourth row (Delta.lacks says which).
 #include "delta_few.cuh"
 #include "warpgroup.cuh"
 
 using Flow = Form<HALF, 2, 1>;
 constexpr int PLACES = 3, STATE_FLOATS = Flow::COLUMNS * DIM, HEAD_SHARES = VALUE_HEADS * Flow::SLICES;
 
-// Rows that states lack: what `advance` takes of each. Of a slot and layer: keys [KEY_HEADS][LACKS][DIM], then of each share its rows' decays and, [LACKS][COLUMNS],
-// what its columns learned.
+// Records of the rows that states lack: what `advance` takes of each. Of a slot and layer: keys [KEY_HEADS][LACKS][DIM], then of each share decays
+// [LEARNED_AT], the last unused, and what its columns learned [LACKS][COLUMNS].
 constexpr int LACKS = 3, LEARNED_AT = 4, SHARE_LACKING = LEARNED_AT + LACKS * Flow::COLUMNS, KEYS_LACKING = KEY_HEADS * LACKS * DIM;
 constexpr int LACKING = KEYS_LACKING + HEAD_SHARES * SHARE_LACKING;
 static_assert(LACKS <= LEARNED_AT, "a decay a row");
