@@ -2,7 +2,8 @@
 
 What a row adds to the states (its keys, what each column learned of them, decays) is kept beside them, and whoever looks at the states
 next applies it first, with the arithmetic of the row itself, so that no bit depends on when that happens: `delta_flow` on its way,
-everybody else after `settle`.
+everybody else after `settle`. The slots of a pass are written together, as soon as one of them has to be: their blocks finish alike then, where
+otherwise each pass would wait for some that write.
 
 record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims its rows' decays and [3][64] learned) f32
 """
@@ -20,8 +21,8 @@ MAX_LACKING = 3
 """Rows that a state may lack (LACKS in delta_flow.cu)."""
 
 STEADY_PASSES = 4
-"""A slot's states are written with every row until so many passes in a row went through delta_flow: to settle costs what is saved
-by about two rows, so company that comes and goes would lose by it."""
+"""A slot's states are written with every row until so many passes in a row went through delta_flow, or did so before it was last settled: to settle costs
+what is saved by about two rows, so company that comes and goes would lose by it, while a pass with drafts now and then costs no more than that."""
 
 
 def share_launch(geometry) -> tuple[int, int]:
@@ -37,11 +38,12 @@ def lacking_floats(geometry) -> int:
 
 
 class Lacking:
-    """Of a `CudaState`, which owns it. rows: int32 [slots], how many each lacks; the device is told of those of a pass (`begin`). steady: see STEADY_PASSES."""
+    """Of a `CudaState`, which owns it. rows: int32 [slots], how many each lacks; the device is told of those of a pass (`begin`). steady: see STEADY_PASSES.
+    _run, _run_before: passes of delta_flow in a row, now and before the last pass of another kind."""
 
     def __init__(self, backend, state) -> None:
         self._backend, self._state, self.steady = backend, state, STEADY_PASSES
-        self.rows, self._passes = np.zeros(state.num_slots, np.int32), np.zeros(state.num_slots, np.int32)
+        self.rows, self._run, self._run_before = (np.zeros(state.num_slots, np.int32) for _ in range(3))
         self.stride = state.num_delta_layers * lacking_floats(state.geometry)
         nbytes = state.num_slots * self.stride * 4 if backend.lacking_rows else 0
         self.address = backend.device.allocate(nbytes) if nbytes else 0
@@ -55,20 +57,20 @@ class Lacking:
         if self._backend.device.is_recording:
             self.settle(slots)
             return ~rows
-        writes = (rows == MAX_LACKING) | (self._passes[slots] < self.steady)
-        self._passes[slots] += 1
+        writes = (rows == MAX_LACKING).any() | (np.maximum(self._run, self._run_before)[slots] < self.steady)
+        self._run[slots] += 1
         self.rows[slots] = np.where(writes, 0, rows + 1)
         return np.where(writes, ~rows, rows)
 
     def end(self, slots: np.ndarray) -> None:
         """Before a pass of another kind."""
         self.settle(slots)
-        self._passes[slots] = 0
+        self._run_before[slots], self._run[slots] = self._run[slots], 0
 
     def drop(self, slots: Iterable[int]) -> None:
         """Their states are about to be written as a whole."""
         for slot in slots:
-            self.rows[slot] = self._passes[slot] = 0
+            self.rows[slot] = self._run[slot] = self._run_before[slot] = 0
 
     def settle(self, slots: Iterable[int]) -> None:
         """Write the states with the rows that they lack."""

@@ -26,7 +26,7 @@ INPUT_ROWS = 8
 MANY_SEQS = 3
 """From so many sequences of one row on small blocks take them, of which more are on their way at a time."""
 
-FLOW_SEQS = 3
+FLOW_SEQS = 2
 """From so many on, where blocks can take one share of a head after another, with the next ones on their way (delta_flow.cu)."""
 
 AHEAD_BYTES = 4 << 20

@@ -63,11 +63,20 @@ class Life:
 
     def events(self) -> dict[str, Callable[[], None]]:
         return {"company": self.company, "more company": self.company, "one row": lambda: self.decode(1), "several rows": lambda: self.decode(3),
-                "verify": self.verify, "prefill": self.prefill, "copy": self.copy, "export": self.export, "import": self.move, "clear": self.clear}
+                "verify": self.verify, "broken off": self.break_off, "prefill": self.prefill, "copy": self.copy, "export": self.export, "import": self.move, "clear": self.clear}
 
     def company(self) -> None:
         for _ in range(2):
-            self.go_on([1] * int(self.random.integers(3, SLOTS + 1)))
+            self.go_on([1] * int(self.random.integers(2, SLOTS + 1)))
+
+    def break_off(self) -> None:
+        """A pass begins, and nothing comes of it: its sequences are over, their slots others'."""
+        source, *slots = self.some(4)
+        begin_alone(self.bench.backend, self.batch([1] * 3, "decode", slots), self.state)
+        self.state.clear_slot(slots[0])
+        self.state.import_slot(slots[1], self.state.export_slot(source))
+        self.state.copy_slot(source, slots[2])
+        self.ends[slots[0]], self.ends[slots[1]], self.ends[slots[2]] = 0, self.ends[source], self.ends[source]
 
     def decode(self, rows: int) -> None:
         self.go_on([rows])
@@ -114,13 +123,16 @@ class Life:
 
     def go_on(self, counts: list[int], phase: str = "decode", slots: list[int] | None = None, keeps: tuple[Keep, ...] = ()) -> list[int]:
         slots = self.some(len(counts)) if slots is None else slots
-        starts, tables = [self.ends[slot] for slot in slots], [list(range(8))] * len(slots)
-        batch = make_batch(phase, [[0] * count for count in counts], starts, slots, tables, None, phase == "verify")
+        batch = self.batch(counts, phase, slots)
         for layer in range(LAYERS):
             self.seen.append(run(self.bench, self.state, replace(batch, keeps=keeps), self.bench.rows(sum(counts), int(self.random.integers(1 << 30))), layer))
         for slot, count in zip(slots, counts, strict=True):
             self.ends[slot] += count * (phase != "verify")
         return slots
+
+    def batch(self, counts: list[int], phase: str, slots: list[int]) -> Batch:
+        starts, tables = [self.ends[slot] for slot in slots], [list(range(8))] * len(slots)
+        return make_batch(phase, [[0] * count for count in counts], starts, slots, tables, None, phase == "verify")
 
 
 def check_life(bench: DeltaBench, seed: int, length: int, broken: Callable[[Life], None] = lambda life: None) -> set[str]:
