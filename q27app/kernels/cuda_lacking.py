@@ -2,8 +2,8 @@
 
 What a row adds to the states (its keys, what each column learned of them, decays) is kept beside them, and whoever looks at the states
 next applies it first, with the arithmetic of the row itself, so that no bit depends on when that happens: `delta_flow` on its way,
-everybody else after `settle`. The slots of a pass are written together, as soon as one of them has to be: their blocks finish alike then, where
-otherwise each pass would wait for some that write.
+everybody else after `settle`. The slots of a pass are written together, as soon as one of them has to be, so that three of four passes
+write nothing however the sequences came together.
 
 record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims its rows' decays and [3][64] learned) f32
 """
