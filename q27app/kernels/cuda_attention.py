@@ -164,8 +164,6 @@ class Attention:
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out, merge.ready_row = y.row(first), o.row(first), first
-            if not makes_own:
-                merge.counter = 0
             grid = (rows, geometry.num_heads, max(1, geometry.head_dim // MERGE_DIMS))
             name = "attend_merge" if grid[0] * grid[1] * grid[2] <= MERGE_AT_ONCE * card.num_sms else "attend_merge_many"
             backend.launch("attend_decode", name, grid, 256, 0, merge)

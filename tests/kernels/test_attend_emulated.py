@@ -213,6 +213,18 @@ def test_rows_that_attention_makes_itself_are_those_of_attend_rows(monkeypatch):
 
 
 @pytest.mark.long
+def test_a_pass_counts_its_items_anew():
+    """More items than blocks, after a pass that counted its own: rows made by attend_rows and by attend_decode, by turns."""
+    bench, random = attend_checks.AttendBench(EmulatedDevice(CARD), CONFIG, "fp8", 80, 1, 64), np.random.default_rng(3)
+    attend_checks.fill(bench, 80 * 64)
+    y, others = random.standard_normal((2, 8, bench.width)).astype(np.float32)
+    wanted = {rows: bench.run("verify", y[:rows], 4_000).copy() for rows in (1, 8)}
+    for rows, before in ((1, 8), (8, 1), (1, 1), (8, 8)):
+        bench.run("verify", others[:before], 4_000)
+        assert np.array_equal(bench.run("verify", y[:rows], 4_000), wanted[rows]), (rows, before)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name, card, lengths", [
     ("fp8", CARD, (1,)), ("fp8", CARD, (7, 7, 7)), ("fp16", CARD, (2, 1)), ("turbo5k", CARD, (8,)), ("turbo3", SMALL_CARD, (7, 12)), ("fp8", ADA_CARD, (16, 1))],
     ids=["fp8", "fp8, 3 sequences of 7", "fp16", "turbo5k", "turbo3 by warps, 99 KiB", "fp8 by warps"])

@@ -6,8 +6,7 @@
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
 //            at least Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, WIDE
-// Limits:    at most 1, 4, 8 (16) rows of a sequence an item; attend_decode_own: one row of each sequence, without attend_rows before it,
-//            and attend_merge then sets the counter back
+// Limits:    at most 1, 4, 8 (16) rows of a sequence an item; attend_decode_own: one row of each sequence, without attend_rows before it
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
 //            adds each eighth cut, then the eight sums in order. Bound: memory.
@@ -115,7 +114,7 @@ __device__ __forceinline__ void merge_cuts(const Attend& p) {
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) value[i] = 0.0f;
   wait_for_earlier();
-  if (p.counter && row == 0 && head == 0 && blockIdx.z == 0 && threadIdx.x == 0) *p.counter = 0;
+  if (row == 0 && head == 0 && blockIdx.z == 0 && threadIdx.x == 0) *p.counter = 0;   // before another attend_decode has waited
   Part next = {}, part;
   if (warp < cuts) next.load(p, base + (long long)warp * NUM_HEADS, first);   // on its way while the largest is found
 #pragma unroll
