@@ -126,6 +126,10 @@ class Backend(Protocol):
     lacking_rows: int
     """Rows for which a slot has room beside its states: it may be written some rows later than it is computed, which nobody sees."""
 
+    def depth_group(self, batch: Batch) -> int:
+        """Row-family passes of one shape launch alike where this is the same. After `begin`."""
+        ...
+
     # memory
     def free_bytes(self) -> int: ...
 

@@ -7,7 +7,7 @@ import numpy as np
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch
-from q27app.kernels.card import BLOCK_SHARED
+from q27app.kernels.card import BLOCK_SHARED, cut_count
 from q27app.kernels.memory import CudaBuffer
 
 ATTEND_ROWS = 16
@@ -25,7 +25,12 @@ MERGE_AT_ONCE = 4
 """Blocks of attend_merge that begin at once on a multiprocessor, by their registers. Where there are more, attend_merge_many merges,
 of which another number fits (MERGE_BLOCKS in attend_decode.cu)."""
 OWN_SEQS = 4
-"""Up to so many sequences of one row attend_decode does attend_rows' work too, where keys and values are plain and it goes by warpgroups."""
+"""Up to so many sequences attend_decode does attend_rows' work too, where keys and values are plain and it goes by warpgroups."""
+MAKER_ROWS = 4
+"""Most rows of an item of attend_decode_make, whose blocks make what they need of the rows: there are few of each, and where all items of so
+many rows cannot begin at once, attend_rows is the quicker one."""
+MAKER_HEADS = 256, 64, 0
+"""Numbers of a head and its rotary ones, and query heads of a key head modulo 2, that attend_decode_make is for (MAKES_ROWS in attend_decode.cu)."""
 QUERIES, STEP = 128, 32
 """Rows of a block of prefill, and positions that it attends at a time by warps."""
 
@@ -87,8 +92,8 @@ class Attention:
         args = self._args(y, layer, o, batch)
         if ready is not None:
             args.ready = ready
-        if o is not None and self._makes_own():
-            return self._decode(args, y, o, batch, makes_own=True)
+        if o is not None and (maker := self._maker()):
+            return self._decode(args, y, o, batch, maker)
         tasks = 2 * geometry.num_kv_heads
         if o is not None:
             args.q_half, args.q_factor = backend.scratch.queries(batch.num_rows)
@@ -132,15 +137,38 @@ class Attention:
         fitting = [(rows, *block) for rows in kernels if (block := decode_block(card, state.form, dim, group, rows))[1] <= card.shared_bytes]
         return next((found for found in fitting if found[0] >= largest), fitting[-1])
 
-    def _makes_own(self) -> bool:
-        """Whether attend_decode makes queries, keys and values of the rows itself, in every item: worth it for few rows alone."""
-        backend, batch = self._backend, self._backend.batch
-        geometry, form = backend.state.geometry, backend.state.form
-        return (not backend.is_prefill and batch.num_rows == batch.num_seqs <= OWN_SEQS and form.name == "fp8"
-                and decode_by_warpgroups(backend.device.card, form, geometry.head_dim, geometry.num_heads // geometry.num_kv_heads))
+    def _makes(self, batch: Batch) -> bool:
+        """Whether an attend_decode may make queries, keys and values of the rows itself, in every item: worth it for few rows alone."""
+        backend, state = self._backend, self._backend.state
+        geometry, group = state.geometry, state.geometry.num_heads // state.geometry.num_kv_heads
+        return (batch.phase != "prefill" and state.form.name == "fp8" and batch.num_seqs <= OWN_SEQS and batch.num_rows <= ATTEND_ROWS
+                and decode_by_warpgroups(backend.device.card, state.form, geometry.head_dim, group)
+                and (batch.num_rows == batch.num_seqs or (geometry.head_dim, geometry.rotary_dim, group % 2) == MAKER_HEADS))
 
-    def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch, makes_own: bool = False) -> None:
-        """Whole sequences, as many as the scratch holds rows for, a launch."""
+    def is_deep(self, batch: Batch) -> bool:
+        """Whether several rows of a sequence have more items of MAKER_ROWS rows than blocks."""
+        if batch.num_rows == batch.num_seqs or not self._makes(batch):
+            return False
+        card, starts = self._backend.device.card, batch.row_starts
+        defines, lengths = card.attend_defines(), np.diff(starts)
+        cuts = [cut_count(defines, int(batch.positions[first]) + int(rows)) for first, rows in zip(starts, lengths)]
+        items = int((-(-lengths // MAKER_ROWS) * cuts).sum()) * self._backend.state.geometry.num_kv_heads
+        return items > card.num_sms * self._blocks(MAKER_ROWS, self._item_rows(MAKER_ROWS)[2])
+
+    def _maker(self) -> tuple[str, int] | None:
+        """The attend_decode that makes the rows, and the most rows of its items."""
+        batch = self._backend.batch
+        if not self._makes(batch) or self.is_deep(batch):
+            return None
+        return ("attend_decode_own", 1) if batch.num_rows == batch.num_seqs else ("attend_decode_make", MAKER_ROWS)
+
+    def _blocks(self, item_rows: int, shared: int) -> int:
+        """Blocks of attend_decode a multiprocessor."""
+        card = self._backend.device.card
+        return max(1, min(card.attend_blocks(item_rows), card.sm_shared // (shared + BLOCK_SHARED)))
+
+    def _decode(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch, maker: tuple[str, int] | None = None) -> None:
+        """Whole sequences, as many as the scratch holds rows for, a launch. maker: `_maker`."""
         backend, area, card, scratch = self._backend, self._backend.area, self._backend.device.card, self._backend.scratch
         geometry, starts = backend.state.geometry, batch.row_starts
         seq = launches = 0
@@ -149,18 +177,18 @@ class Attention:
             while stop < batch.num_seqs and starts[stop + 1] - starts[seq] <= ATTEND_ROWS:
                 stop += 1
             first, rows = int(starts[seq]), int(starts[stop] - starts[seq])
-            item_rows, threads, shared = self._item_rows(int(np.diff(starts[seq:stop + 1]).max()))
+            item_rows, threads, shared = self._item_rows(maker[1] if maker else int(np.diff(starts[seq:stop + 1]).max()))
             args.num_seqs, args.row_starts = stop - seq, area.at("row_starts", seq)
             args.block_tables, args.counter = area.at("tables", seq * area.table_stride), scratch.attend_counters + 4 * launches
             skip = first * args.max_splits * geometry.num_heads * 4
             args.part_ml, args.part_o = scratch.part_ml - 2 * skip, scratch.part_o - geometry.head_dim * skip
-            blocks = max(1, min(card.attend_blocks(item_rows), card.sm_shared // (shared + BLOCK_SHARED)))
+            blocks = self._blocks(item_rows, shared)
             group = geometry.num_heads // geometry.num_kv_heads
             few = FEW_BLOCKS["warpgroups" if decode_by_warpgroups(card, backend.state.form, geometry.head_dim, group) else "warps"]
             if item_rows == 1 and backend.state.form.key.low_bits and blocks > few:
                 blocks, shared = few, max(shared, card.sm_shared // few // 1024 * 1024 - BLOCK_SHARED)   # so that no more fit
-            kernel = "attend_decode_own" if makes_own else f"attend_decode_{item_rows}"
-            backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not makes_own or _starts_early(batch))
+            kernel = maker[0] if maker else f"attend_decode_{item_rows}"
+            backend.launch("attend_decode", kernel, (card.num_sms * blocks,), threads, shared, args, dependent=not maker or _starts_early(batch))
             merge = cuda_args.Attend.from_buffer_copy(args)
             merge.positions, merge.part_ml, merge.part_o = area.at("positions", first), scratch.part_ml, scratch.part_o
             merge.y, merge.out, merge.ready_row = y.row(first), o.row(first), first

@@ -293,6 +293,9 @@ class CudaBackend:
     def project(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
         self._linear.project(norm, weight, x, y)
 
+    def depth_group(self, batch: Batch) -> int:
+        return int(self._attention.is_deep(batch))
+
     def attend(self, y: CudaBuffer, layer: Any, o: CudaBuffer | None) -> None:
         self._attention.attend(y, layer, o)
 

@@ -168,6 +168,9 @@ class NumpyBackend:
         self._expect_product(norm, weight, x, y, weight.shape[0])
         multiply(self._work, self._normed(x, norm), weight.array, y.array)
 
+    def depth_group(self, batch: Batch) -> int:
+        return 0
+
     def attend(self, y: NumpyBuffer, layer: Any, o: NumpyBuffer | None) -> None:
         work = self._work
         geometry, rows = work.state.geometry, work.batch.num_rows

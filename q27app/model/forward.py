@@ -77,7 +77,7 @@ class Model:
             for part in parts:
                 part()
         else:
-            self.replays.run((id(state), warm_mtp, *shape_of(batch, self.backend.row_groups)), *parts)
+            self.replays.run((id(state), warm_mtp, *shape_of(batch, self.backend.row_groups, self.backend.depth_group(batch))), *parts)
         return logits
 
     def _run(self, layers: range, rows: int, final: Buffer, logits: Buffer, warm_mtp: bool) -> None:
@@ -143,7 +143,7 @@ class Model:
     def _draft_step(self, batch: Batch, state: State, first: bool, is_narrow: bool = False) -> Buffer:
         assert self.mtp is not None
         mtp, count, logits = self.mtp, batch.num_rows, self.logit_rows.rows(len(batch.logit_rows))
-        key = (id(state), first, is_narrow, *shape_of(batch, self.backend.row_groups))
+        key = (id(state), first, is_narrow, *shape_of(batch, self.backend.row_groups, self.backend.depth_group(batch)))
         self.replays.run(key, lambda: mtp.draft(count, first, logits, is_narrow))
         return logits
 

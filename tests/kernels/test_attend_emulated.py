@@ -189,27 +189,60 @@ def test_a_row_of_each_of_many_sequences_finds_its_own_keys():
     device.check_guards()
 
 
+def attend_all(card, config, passes) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
+    """What passes over one cache attended, (rows, position) of each of their sequences; the cache after them; the kernels launched."""
+    device, blocks, random, found = LaunchedDevice(card), 100, np.random.default_rng(7), []
+    bench = attend_checks.AttendBench(device, config, "fp8", blocks, 1, 64)
+    attend_checks.fill(bench, 64 * blocks)
+    for sequences in passes:
+        rows, first, tables = sum(count for count, _ in sequences), 0, []
+        for count, position in sequences:   # none reads what another writes
+            tables.append([min(first + block, blocks - 1) for block in range(blocks)])
+            first += (position + count + 63) // 64
+        assert first <= blocks
+        bench.put(random.standard_normal((rows, bench.width)).astype(np.float32))
+        begin_alone(bench.backend, make_batch("verify", [[0] * count for count, _ in sequences], [at for _, at in sequences], [0] * len(sequences), tables), bench.state)
+        bench.backend.attend(bench.y.rows(rows), bench.layer[0], bench.out.rows(rows))
+        found.append(bench.backend.download(bench.out.rows(rows)).copy())
+    device.check_guards()
+    return found, bench.state.export_blocks(range(blocks)), device.names
+
+
+class LaunchedDevice(EmulatedDevice):
+    """Knows the kernels of attention that were launched."""
+
+    def __init__(self, card) -> None:
+        super().__init__(card)
+        self.names: list[str] = []
+
+    def launch(self, function, grid, block, shared, args, dependent) -> None:
+        self.names.append(function.__name__.removeprefix("run_"))
+        super().launch(function, grid, block, shared, args, dependent)
+
+
+ONE_ROW = [[(1, 0)], [(1, 63)], [(1, 64)], [(1, 127)], [(1, 128), (1, 70)], [(1, 2_500)], [(1, 4_096 + 130), (1, 3), (1, 300), (1, 65)]]
+SOME_ROWS = [[(8, 0)], [(2, 63)], [(3, 62)], [(8, 120)], [(16, 125)], [(12, 250)], [(4, 300), (4, 3), (4, 64), (4, 126)], [(2, 7)] * 2 + [(1, 127), (7, 60)],
+             [(8, 1_000)], [(4, 2_000)], [(16, 1_990)], [(1, 127), (3, 4_500)], [(7, 4_093), (1, 12), (2, 13)], [(1, 4_000)], [(8, 4_600)]]
+
+
 @pytest.mark.long
-def test_rows_that_attention_makes_itself_are_those_of_attend_rows(monkeypatch):
-    """Results and the whole cache to the bit: a row in the first and second tile of a cut and further on, one and several sequences."""
-    outs = []
-    for own in (4, 0):
-        monkeypatch.setattr(cuda_attention, "OWN_SEQS", own)
-        device = EmulatedDevice(CARD)
-        bench = attend_checks.AttendBench(device, CONFIG, "fp8", 80, 1, 64)
-        attend_checks.fill(bench, 80 * 64)
-        random, found = np.random.default_rng(7), []
-        for positions in ((0,), (63,), (64,), (127,), (128, 70), (2_500,), (4_096 + 130, 3, 300, 65)):
-            bench.put(random.standard_normal((len(positions), bench.width)).astype(np.float32))
-            tables = [[min(first + block, 79) for block in range(80)] for first in (0, 67, 69, 75)[:len(positions)]]   # none reads what another writes
-            begin_alone(bench.backend, make_batch("decode", [[0]] * len(positions), list(positions), [0] * len(positions), tables), bench.state)
-            out = bench.out.rows(len(positions))
-            bench.backend.attend(bench.y.rows(len(positions)), bench.layer[0], out)
-            found.append(bench.backend.download(out).copy())
-        outs.append((found, bench.state.export_blocks(range(80))))
-        device.check_guards()
-    assert all(np.array_equal(a, b) for a, b in zip(outs[0][0], outs[1][0], strict=True))
-    assert np.array_equal(outs[0][1], outs[1][1])
+@pytest.mark.parametrize("passes, sms, config, kernels", [   # without attend_rows: whatever the host takes for deep
+    (ONE_ROW, 4, CONFIG, {"attend_decode_own"}), (SOME_ROWS, 132, CONFIG, {"attend_decode_own", "attend_decode_make"}),
+    (SOME_ROWS, 24, TWO_KEY_HEADS, {"attend_decode_own", "attend_decode_make", "attend_rows", "attend_decode_4", "attend_decode_8"}),
+    (SOME_ROWS, 3, TWO_KEY_HEADS, {"attend_decode_own", "attend_decode_make"})],
+    ids=["a row of each sequence", "several rows, items of one", "several rows, items of one to four and deep ones, two key heads", "more items than blocks"])
+def test_rows_that_attention_makes_itself_are_those_of_attend_rows(passes, sms, config, kernels, monkeypatch):
+    """Results and the whole cache to the bit: rows anywhere in a cut and across its end, one and several sequences, one pass after another."""
+    card = replace(CARD, num_sms=sms)
+    if "attend_rows" not in kernels:
+        monkeypatch.setattr(cuda_attention.Attention, "is_deep", lambda self, batch: False)
+    *mine, names = attend_all(card, config, passes)
+    assert {name for name in names if name.startswith(("attend_rows", "attend_decode"))} == kernels
+    monkeypatch.setattr(cuda_attention.Attention, "_maker", lambda self: None)
+    *theirs, names = attend_all(card, config, passes)
+    assert "attend_rows" in names and not {"attend_decode_own", "attend_decode_make"} & set(names)
+    assert all(np.array_equal(a, b) for a, b in zip(mine[0], theirs[0], strict=True))
+    assert np.array_equal(mine[1], theirs[1])
 
 
 @pytest.mark.long

@@ -81,9 +81,10 @@ def test_rings_of_prefill_products(monkeypatch, shape, dtype):
     assert_clean(found)
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
-def test_rings_and_copies_of_attention(name):
-    device = EmulatedDevice(CARD, watched=ATTEND)
+@pytest.mark.parametrize("name, sms", [("fp16", 4), ("fp8", 4), ("fp8", 16), ("turbo5k", 4), ("turbo3", 4)])
+def test_rings_and_copies_of_attention(name, sms):
+    """fp8: rows made by attend_rows, and by blocks of items of 4 or of 1."""
+    device = EmulatedDevice(replace(CARD, num_sms=sms), watched=ATTEND)
     attend(device, name)
     found = device.races()
     assert found.matrix_reads and (found.bulk_copies if name.startswith("turbo") else found.copies)   # turned tiles come whole

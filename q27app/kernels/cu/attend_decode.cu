@@ -6,7 +6,8 @@
 // Launch:    attend_decode_*: grid (blocks, which take items until none is left), block (Plan::THREADS), shared
 //            at least Plan::BYTES; attend_merge: grid (rows, heads, HEAD_DIM / MERGE_DIMS), block (256)
 // Defines:   HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, ROTARY_DIM, KV_FORMAT, CUT_0..3, BORDER_0..2, WIDE
-// Limits:    at most 1, 4, 8 (16) rows of a sequence an item; attend_decode_own: one row of each sequence, without attend_rows before it
+// Limits:    at most 1, 4, 8 (16) rows of a sequence an item; without attend_rows before them attend_decode_own (one row of each sequence)
+//            and attend_decode_make (up to 32 sequences in one launch, items of up to 4 rows)
 // Numbers:   fp16 products, f32 sums and softmax. Keys are cut at fixed positions into cuts, and these into tiles of 64; a row
 //            sees both in ascending order, and those past it change nothing: its bits do not depend on other rows. The merge
 //            adds each eighth cut, then the eight sums in order. Bound: memory.
@@ -21,9 +22,9 @@
 #include "attend_few_warp.cuh"
 #endif
 
-template <int ROWS, bool OWN = false> __device__ __forceinline__ void attend_items(const Attend& p) {
+template <int ROWS, Maker MAKER = Maker::ATTEND_ROWS> __device__ __forceinline__ void attend_items(const Attend& p) {
   SHARED_BYTES(dynamic);
-  using C = Columns<ROWS, OWN>;
+  using C = Columns<ROWS, MAKER>;
   unsigned char* shared = dynamic + C::M::TABLE;
   shared += (ALIGNED - reinterpret_cast<uintptr_t>(shared) % ALIGNED) % ALIGNED;
   if constexpr (TURNED_KEYS) PairTable<C::M::COPIES>::template fill<C::THREADS>(dynamic);
@@ -43,11 +44,37 @@ template <int ROWS, bool OWN = false> __device__ __forceinline__ void attend_ite
   }
 }
 
+#define MAKES_ROWS (WARPGROUPS && KV_FORMAT == 1 && HEAD_DIM == 256 && ROTARY_DIM == 64 && NUM_HEADS / NUM_KV_HEADS % 2 == 0)   // attend_make.cuh
+#if MAKES_ROWS
+// Items whose blocks make their rows: seldom more than one a block.
+template <int ROWS> __device__ __forceinline__ void attend_made(const Attend& p, const Sequences& sequences) {
+  SHARED_BYTES(dynamic);
+  Item item;
+#pragma unroll 1
+  for (int index = blockIdx.x; sequences.find<ROWS>(index, item); index += gridDim.x) {
+    Columns<ROWS, Maker::EACH_BLOCK> columns = {p, dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED, dynamic};
+    columns.attend(item, true);
+    __syncthreads();
+  }
+}
+// Of as few rows as let all of them begin at once: there are more of them at work, and a block makes fewer rows.
+__device__ __forceinline__ void attend_and_make(const Attend& p) {
+  allow_next();
+  const Sequences sequences(p);
+  if (sequences.items(1) <= (int)gridDim.x) attend_made<1>(p, sequences);
+  else if (sequences.items(2) <= (int)gridDim.x) attend_made<2>(p, sequences);
+  else attend_made<4>(p, sequences);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_1(const __grid_constant__ Attend p) { attend_items<1>(p); }
 extern "C" __global__ void __launch_bounds__(128, 3) attend_decode_4(const __grid_constant__ Attend p) { attend_items<4>(p); }
 #if WARPGROUPS
 #if KV_FORMAT == 1
-extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_own(const __grid_constant__ Attend p) { attend_items<1, true>(p); }
+extern "C" __global__ void __launch_bounds__(128, 4) attend_decode_own(const __grid_constant__ Attend p) { attend_items<1, Maker::ONE_ROW>(p); }
+#endif
+#if MAKES_ROWS
+extern "C" __global__ void __launch_bounds__(128, 2) attend_decode_make(const __grid_constant__ Attend p) { attend_and_make(p); }
 #endif
 extern "C" __global__ void __launch_bounds__(128, 2) attend_decode_8(const __grid_constant__ Attend p) { attend_items<8>(p); }
 #else

@@ -28,6 +28,10 @@ __device__ __forceinline__ int cut_start(int cut) {
   return BORDER_2 + (cut - CUTS_2) * CUT_3;
 }
 
+// Who makes queries, keys and values of the rows: attend_rows, a block the one row of its item, or every block what its item needs of
+// several (attend_make.cuh).
+enum class Maker { ATTEND_ROWS, ONE_ROW, EACH_BLOCK };
+
 struct Item {   // lies in shared memory, as registers are scarce
   int seq, first_row, rows, head, cut, start, end, position;   // keys start .. end - 1; position of the first row
   int found, next, old;   // old: the keys below it are of earlier passes; the position of the sequence's first row, not of this group's

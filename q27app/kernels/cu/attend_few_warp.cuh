@@ -28,9 +28,10 @@ template <int ROWS> struct Plan {
 
 // Tiles of 8 columns, shared by the warps. Thread (g, c) holds of its tiles of columns the columns 2 c and 2 c + 1: scores of
 // keys g and g + 8 of its warp's 16 (NT tiles), and sums of dimensions as in value_tiles (VT tiles).
-template <int ROWS, bool OWN = false> struct Columns {
-  static_assert(!OWN, "attend_rows makes the rows");
+template <int ROWS, Maker MAKER = Maker::ATTEND_ROWS> struct Columns {
+  static_assert(MAKER == Maker::ATTEND_ROWS, "by warpgroups alone");
   using M = Plan<ROWS>;
+  static constexpr bool IS_LAST = false;
   static constexpr int TILES = M::TILES, WARPS = M::WARPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS, NT = TILES * KEY_WARPS / WARPS;
   static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;
   static constexpr int SHARED_KEYS = WARPS / 2;   // pairs of warps with the same keys, where they halve the work

@@ -5,7 +5,7 @@
 // Weights are taken against a reference: the largest score of a column's tile when it was last raised, and HEADROOM powers of two
 // above it. A tile seldom asks for more; then its weights are made anew against raised ones.
 #pragma once
-#include "attend_few.cuh"
+#include "attend_make.cuh"
 #include "warpgroup.cuh"
 
 constexpr int DIM_TILES = HEAD_DIM / 64, AT_ONCE = 4;   // of 64 dimensions; products of a group
@@ -30,9 +30,9 @@ template <int ROWS> struct Plan {
 
 // Thread (g, c) of warp w holds, of each 8 columns, the columns 2 c and 2 c + 1: scores of keys 16 w + g and 8 above, and sums of dimensions
 // as in value_tiles, w being the slice.
-// OWN: one row of a sequence, whose query, key and value are made here and not by attend_rows.
-template <int ROWS, bool OWN = false> struct Columns {
+template <int ROWS, Maker MAKER = Maker::ATTEND_ROWS> struct Columns {
   using M = Plan<ROWS>;
+  static constexpr bool OWN = MAKER == Maker::ONE_ROW, MAKES = MAKER == Maker::EACH_BLOCK;
   static constexpr int GROUPS = M::GROUPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS;
   const Attend& p;
   unsigned char* shared;
@@ -126,6 +126,18 @@ template <int ROWS, bool OWN = false> struct Columns {
       const float* factor = p.q_factor + (item.first_row + column / GROUP) * NUM_HEADS + item.head * GROUP + column % GROUP;
       at(M::FACTOR)[column] = column < used ? (OWN ? *own_factor(column) : __ldcg(factor)) * 1.4426950408889634f : 1.0f;
     }
+  }
+
+  // MAKES: a place for heads on their way, where the second tile of values will come.
+  __device__ __forceinline__ float* made_place(int place) const {
+    static_assert(KEY_WARPS * MadeRows<Columns>::PLACES * HEADS_AT_ONCE * HEAD_DIM * 4 <= V_HEAD, "a tile's room");
+    return reinterpret_cast<float*>(value_tile(1)) + place * HEADS_AT_ONCE * HEAD_DIM;
+  }
+  // 64 numbers of a column's query, and where numbers `number`, even, and the next lie in load_queries' order.
+  __device__ __forceinline__ unsigned char* query_row(int column, int sixty_four) const { return shared + M::Q + (sixty_four * COLUMNS + column) * 128; }
+  __device__ __forceinline__ uint32_t* query_place(int column, int number) const {
+    const int step = number / (4 * RUN) * RUN_STEPS + number % RUN / 4, piece = step % 4 * 2 + number % 4 / 2;
+    return reinterpret_cast<uint32_t*>(query_row(column, step / 4) + (piece ^ column % 8) * 16 + number % (4 * RUN) / RUN * 4);
   }
 
   // The group of products before the one that was begun last is done, its operands are free.
@@ -382,10 +394,8 @@ template <int ROWS, bool OWN = false> struct Columns {
     copy_async_commit();
   }
 
-  // The block's next item is asked for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of
-  // earlier passes are fetched before that.
-  __device__ __forceinline__ void attend(Item& item, bool waits) {
-    const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS), warp = thread_index() / 32;
+  // First tiles and the queries.
+  __device__ __forceinline__ void fetch(Item& item, int tiles, bool waits) {
     const bool all_old = item.end <= item.old;
     int taken = 0;
     if (tiles > 0) look_ahead(item, 0);
@@ -410,7 +420,30 @@ template <int ROWS, bool OWN = false> struct Columns {
     }
     if (threadIdx.x == 0) item.next = gridDim.x + taken;
     __syncthreads();
-    if (tiles == 0) return;
+  }
+  // The same with rows that are made here.
+  __device__ __forceinline__ void fetch_and_make(const Item& item) {
+    const MadeRows<Columns> made(p, *this, item);
+    made.fetch_tiles();
+    made.clear_queries();
+    made.make();
+    clear();
+    publish_shared();
+    __syncthreads();
+  }
+
+  // The block's next item is asked for at once. waits: this is the block's first item, which an earlier kernel may still make; keys of
+  // earlier passes are fetched before that.
+  __device__ __forceinline__ void attend(Item& item, bool waits) {
+    const int tiles = max(0, (item.end - item.start + KEYS - 1) / KEYS), warp = thread_index() / 32;
+    if constexpr (!MAKES) {
+      fetch(item, tiles, waits);
+      if (tiles == 0) return;
+    } else if (tiles == 0) {
+      return wait_for_earlier();
+    } else {
+      fetch_and_make(item);
+    }
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const int start = item.start + tile * KEYS;

@@ -20,6 +20,7 @@ import pytest
 
 from q27app.kernels.card import Card
 from q27app.kernels.compiler import SOURCES, Job, expand
+from q27app.kernels.cuda_attention import MAKER_HEADS
 from tests.kernels.immediate_device import ImmediateDevice
 
 HERE = Path(__file__).parent
@@ -50,9 +51,10 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs g++ on x86
 
 def _not_compiled(defines: dict[str, int]) -> set[str]:
     """Kernels that stand under a condition."""
-    if not defines.get("WARPGROUPS"):
-        return {"attend_decode_own"}
-    return {"attend_decode_16"} if defines.get("KV_FORMAT") == 1 else {"attend_decode_16", "attend_decode_own"}
+    by_warpgroups, is_fp8 = defines.get("WARPGROUPS"), defines.get("KV_FORMAT") == 1
+    makes = by_warpgroups and is_fp8 and (defines["HEAD_DIM"], defines["ROTARY_DIM"], defines["NUM_HEADS"] // defines["NUM_KV_HEADS"] % 2) == MAKER_HEADS
+    left_out = {"attend_decode_16": by_warpgroups, "attend_decode_own": not (by_warpgroups and is_fp8), "attend_decode_make": not makes}
+    return {name for name, is_left in left_out.items() if is_left}
 
 
 class EmulatedDevice(ImmediateDevice):
