@@ -193,8 +193,8 @@ class Backend(Protocol):
         gated norm; o [rows, Nv Dv]. `layer` is a model.weights.DeltaLayer: conv, a, dt_bias, out_norm, delta_index, norm and
         project (what made y: how large z can be), output (what reads o next)."""
         ...
-    def add_linear(self, weight: Weight, h: Buffer, x: Buffer) -> None:
-        """C and E: x += h @ weight.T"""
+    def add_linear(self, weight: Weight, h: Buffer, x: Buffer, norm: Weight | None = None) -> None:
+        """C and E: x += h @ weight.T. norm: of the stage that reads x next, which may get it made ready."""
         ...
     def gate_up(self, norm: Weight, weight: Weight, x: Buffer, h: Buffer) -> None:
         """D: n = rms_norm(x; norm); h = silu(n @ G.T) * (n @ U.T); weight holds the rows of G, then those of U."""

@@ -45,7 +45,7 @@ class Rows(ctypes.Structure):
     """Activation rows (staging.cuh)."""
 
     _fields_ = [*_fields(p="x norm gate row_map halves starts inverse", i="cols units wrap row_groups x_stride gate_stride", f="eps"),
-                ("ready", Ready)]
+                ("ready", Ready), *_fields(p="follow next")]
 
 
 class LinearRows(ctypes.Structure):

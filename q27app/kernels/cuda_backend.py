@@ -231,6 +231,7 @@ class CudaBackend:
         self._sampler = Sampler(self, geometry.vocab_size, min(self._max_logit_rows, SAMPLED_ROWS), MAX_SEQS)
         self._mixers = Mixers(self)
         self.ready.forget()
+        self._linear.followed.clear()
 
     def launch(self, source: str, name: str, grid: tuple[int, ...], block: int, shared: int, args: ctypes.Structure,
                dependent: bool = True) -> None:
@@ -302,8 +303,8 @@ class CudaBackend:
     def delta(self, y: CudaBuffer, layer: Any, o: CudaBuffer) -> None:
         self._mixers.delta(y, layer, o)
 
-    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer) -> None:
-        self._linear.add_linear(weight, h, x, self._mixers.take_gated(h))
+    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, norm: CudaVector | None = None) -> None:
+        self._linear.add_linear(weight, h, x, self._mixers.take_gated(h), norm)
 
     def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
         self._linear.gate_up(norm, weight, x, h)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from q27app.errors import Q27Error
 from q27app.kernels import cuda_args, cuda_tiles
+from q27app.kernels.cuda_follow import FollowedRows, Measured
 from q27app.kernels.cuda_ready import ReadyRows, part_of
 from q27app.kernels.cuda_weights import (
     BLOCK_WARPS, FUSED_ROWS, KIND_F16, KIND_Q4, KIND_Q8, PLAN_BYTES, TILE_ROWS, UNIT_COLS, CudaVector, CudaWeight, group_steps,
@@ -59,7 +60,7 @@ class LinearStages:
     """project, add_linear, gate_up, head, mtp_input of a backend; owns no memory."""
 
     def __init__(self, backend) -> None:
-        self._backend, self.ready = backend, ReadyRows(backend)
+        self._backend, self.ready, self.followed = backend, ReadyRows(backend), FollowedRows(backend)
 
     def project(self, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, y: CudaBuffer) -> None:
         _check(weight, x.shape[1], y.shape[1], False, "project")
@@ -67,16 +68,18 @@ class LinearStages:
         if weight.is_f16 and self._backend.is_prefill:   # what the delta rule and attention see of a prompt is worth a second pass
             self._tiles("add", norm, weight, x, y, x.shape[0], 0, y.shape[1], is_remainder=True)
 
-    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, gated: Gated | None = None) -> None:
-        """gated: h is what the delta rule gave, its gated norm is still to be applied."""
+    def add_linear(self, weight: CudaWeight, h: CudaBuffer, x: CudaBuffer, gated: Gated | None = None, norm: CudaVector | None = None) -> None:
+        """gated: h is what the delta rule gave, its gated norm is still to be applied. norm: what x goes through next."""
         _check(weight, h.shape[1], x.shape[1], False, "add_linear")
         if self._backend.is_prefill:
             self.ready.finish(h)
         ready = self.ready.of(h)
         if ready is not None:
+            follow = self.followed.leave(norm, x)
             for start, rows in _parts(x.shape[0]):
-                self._ready_rows(weight, part_of(ready, start), x, start, rows)
+                self._ready_rows(weight, part_of(ready, start), x, start, rows, norm, follow)
             return
+        self.followed.forget(x)
         self._run("add", None, weight, h, x, x.shape[0], gated=gated)
 
     def gate_up(self, norm: CudaVector, weight: CudaWeight, x: CudaBuffer, h: CudaBuffer) -> None:
@@ -97,15 +100,18 @@ class LinearStages:
 
     def _run(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, rows: int,
              row_map: int = 0, gated: Gated | None = None, ready: cuda_args.Ready | None = None) -> None:
+        measured = self.followed.measure(norm, x)
+        if stage != "add":
+            self.followed.forget(out)
         if self._backend.is_prefill:
             self._tiles({"store": "plain"}.get(stage, stage), norm, weight, x, out, rows, row_map, out.shape[1])
             return
         for start, count in _parts(rows):
-            self._rows(stage, norm, weight, x, out, start, count, row_map, gated, ready)
+            self._rows(stage, norm, weight, x, out, start, count, row_map, gated, ready, measured)
 
     def _rows(self, stage: str, norm: CudaVector | None, weight: CudaWeight, x: CudaBuffer, out: CudaBuffer, start: int,
-              rows: int, row_map: int, gated: Gated | None, ready: cuda_args.Ready | None) -> None:
-        """ready: where gate_up leaves what comes out, in place of `out`."""
+              rows: int, row_map: int, gated: Gated | None, ready: cuda_args.Ready | None, measured: Measured | None) -> None:
+        """ready: where gate_up leaves what comes out, in place of `out`. measured: how rows behind a norm are taken."""
         backend, card = self._backend, self._backend.device.card
         source = "gated" if gated else "norm" if norm else "plain"
         rows_in = cuda_args.Rows()
@@ -116,19 +122,27 @@ class LinearStages:
         rows_in.cols, rows_in.units, rows_in.wrap, rows_in.x_stride = weight.shape[1], weight.units, weight.wrap, x.shape[1]
         fused = rows <= FUSED_ROWS and rows_shared_bytes(rows, weight.activation_units, True, weight.shares.places, card.row_ring) <= card.shared_bytes   # very wide rows are not
         rows_in.row_groups = 2 if rows > 8 else 1
-        if not fused:
+        if measured is not None:
+            rows_in.follow, rows_in.next = self.followed.address(measured.of, start), self.followed.address(measured.next, start)
+        is_left = measured is not None and measured.of is not None
+        if is_left:
+            fused, rows_in.ready = False, self.followed.records(x, start)
+            source = "followed_few" if rows <= FUSED_ROWS else "followed" if rows <= 8 else "followed_wide"
+        elif not fused:
             rows_in.halves, rows_in.starts, rows_in.inverse = backend.scratch.staged
             backend.launch("linear_rows", f"stage_{source}", (rows,), 512, 0, rows_in)
             source = "wide" if rows > 8 else "halves"
         args = cuda_args.LinearRows(rows_in=rows_in)
         if ready is not None:
             args.ready = part_of(ready, start)
-        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places, card.row_ring)
+        shared = rows_shared_bytes(rows, weight.activation_units, fused, weight.shares.places, card.row_ring, is_left)
         self._launch_rows(f"{source}_{stage}", args, weight, out, start, rows, shared)
 
-    def _ready_rows(self, weight: CudaWeight, ready: cuda_args.Ready, x: CudaBuffer, start: int, rows: int) -> None:
-        """add_linear of rows that the stage before left ready; ready: from row `start` on."""
+    def _ready_rows(self, weight: CudaWeight, ready: cuda_args.Ready, x: CudaBuffer, start: int, rows: int, norm: CudaVector | None, follow: int | None) -> None:
+        """add_linear of rows that the stage before left ready; ready: from row `start` on. follow: by which Follow x is left for `norm`, too."""
         args = cuda_args.LinearRows()
+        if follow is not None and norm is not None:
+            args.ready, args.rows_in.norm, args.rows_in.follow = self.followed.records(x, start), norm.address, self.followed.address(follow, start)
         args.rows_in.cols, args.rows_in.units, args.rows_in.wrap, args.rows_in.ready = weight.shape[1], weight.units, weight.wrap, ready
         shared = rows_shared_bytes(rows, 0, False, weight.shares.places, self._backend.device.card.row_ring, True)
         source = "few" if rows <= FUSED_ROWS else "halves" if rows <= 8 else "wide"
@@ -182,6 +196,7 @@ class LinearStages:
     # rows in and out
 
     def embed(self, weight: CudaWeight, tokens: int, x: CudaBuffer) -> None:
+        self.followed.forget(x)
         args = self._embed_args(weight, tokens, x.shape[1])
         args.out = x.address
         # what changed the positions must have ended, as later kernels look at them before they wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from q27app.errors import Q27Error
-from q27app.kernels import cuda_ready
+from q27app.kernels import cuda_follow, cuda_ready
 from q27app.kernels.card import MAX_CONTEXT, cut_count
 from q27app.kernels.cuda_attention import ATTEND_ROWS, COUNTERS
 from q27app.kernels.cuda_tiles import MAX_TILE_SPLITS, SIDE_BY_SIDE_ROWS
@@ -42,6 +42,10 @@ class Scratch:
         self._inverse = arena.take(max_rows * 4)
         self.staged = (self._halves, arena.take(32 * halves_width // 64 * 4), arena.take(16 * 4))
         """Of up to 16 rows of the row family, in fragment order: fp16 [units, rows, 64], starts [units, rows, 2], 1 / scale [rows]."""
+        self.follow = arena.take_zeros(2 * cuda_follow.follow_parts(max_rows) * cuda_follow.FOLLOW_BYTES)
+        """Two Follow for each 16 rows, of additions by turns."""
+        self.followed = arena.take_zeros(cuda_follow.followed_bytes(max_rows, geometry.hidden_size))
+        """Rows of the stream that an addition left ready for the norm behind it; zeros past their columns."""
         attended = 512 + cuda_ready.ready_bytes(max_rows, self._query_row)
         shared = max(max_rows * (self._channels + (4 + PAIRS) * self._value_heads) * 4 + 512, max_rows * (self._query_row * 2 + heads * 4) + attended,
                      max_rows * wide_width * 4, ready_bytes,

@@ -217,7 +217,7 @@ class NumpyBackend:
                 delta_tiles(tiles, state, span.start, inputs, outputs, kept)
         o.array[...] = reference.gated_norm(outputs, layer.out_norm.array, z, geometry.norm_eps).reshape(rows, width)
 
-    def add_linear(self, weight: NumpyWeight, h: NumpyBuffer, x: NumpyBuffer) -> None:
+    def add_linear(self, weight: NumpyWeight, h: NumpyBuffer, x: NumpyBuffer, norm: NumpyWeight | None = None) -> None:
         _expect(h, self._work.batch.num_rows, weight.shape[1])
         _expect(x, self._work.batch.num_rows, weight.shape[0])
         x.array[...] += self._product(h.array, weight)

@@ -45,8 +45,8 @@ class Scratch:
         )
 
 
-def run_layer(backend: Backend, layer: AttentionLayer | DeltaLayer, x: Buffer, scratch: Scratch) -> None:
-    """x [rows, hidden] becomes the layer's output, in place."""
+def run_layer(backend: Backend, layer: AttentionLayer | DeltaLayer, x: Buffer, scratch: Scratch, behind: AttentionLayer | DeltaLayer | None = None) -> None:
+    """x [rows, hidden] becomes the layer's output, in place. behind: the layer that reads it next."""
     rows = x.shape[0]
     if isinstance(layer, AttentionLayer):
         y, o = scratch.attention_in.rows(rows), scratch.attention_out.rows(rows)
@@ -56,7 +56,7 @@ def run_layer(backend: Backend, layer: AttentionLayer | DeltaLayer, x: Buffer, s
         y, o = scratch.delta_in.rows(rows), scratch.delta_out.rows(rows)
         backend.project(layer.norm, layer.project, x, y)
         backend.delta(y, layer, o)
-    backend.add_linear(layer.output, o, x)
+    backend.add_linear(layer.output, o, x, layer.feed_forward.norm)
     h = scratch.ffn.rows(rows)
     backend.gate_up(layer.feed_forward.norm, layer.feed_forward.gate_up, x, h)
-    backend.add_linear(layer.feed_forward.down, h, x)
+    backend.add_linear(layer.feed_forward.down, h, x, behind.norm if behind is not None else None)

@@ -85,6 +85,13 @@ __device__ __forceinline__ float take_word(uint32_t* at) {
   return __uint_as_float(~bits);
 }
 
+// The same for a word that many look at: it stays.
+__device__ __forceinline__ float look_at_word(const uint32_t* at) {
+  uint32_t bits = 0;
+  while (bits == 0) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
+  return __uint_as_float(~bits);
+}
+
 // Four of them, 16-byte aligned, asked for at once.
 __device__ __forceinline__ float4 take_words(uint32_t* at) {
   uint4 bits;
@@ -157,6 +164,9 @@ __device__ __forceinline__ float exp2_quick(float value) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
   return out;
 }
+// Where all blocks run at once, one does for the others what they need.
+#define MEASURED_FROM(block) ((int)(block))
+#define MEASURED_BY(blocks) ((int)(blocks))
 #endif  // Q27_ON_HOST
 
 constexpr unsigned ALL_LANES = 0xffffffffu;

@@ -3,9 +3,9 @@
 // Shapes:    x [rows, cols] f32, W packed (quant.cuh) -> out [rows, out_stride] f32
 // Layout:    x rows contiguous and 16-byte aligned; tiles of W one after the other, a unit list each
 // Launch:    linear_rows_*: grid (blocks), block (512), shared as cuda_weights.rows_shared_bytes, at most one block a
-//            multiprocessor and all at once: a block waits for the one before it; stage_*: grid (rows), block (512)
+//            multiprocessor and all at once: a block waits for the one before it, and for what others measure; stage_*: grid (rows), block (512)
 // Defines:   none    Limits: cols % 4 == 0, rows <= 8 NB; Q4's units a multiple of 4, Q8's of 2
-// Numbers:   activations scaled per row, its peak to 2^14, then fp16; exact products; f32 sums in a fixed order: units of a
+// Numbers:   activations scaled per row, its peak to 2^14 (or as they were left), then fp16; exact products; f32 sums in a fixed order: units of a
 //            warp ascending, warps ascending, blocks ascending, whatever the rows. Bound: memory.
 //
 // The steps of all groups, one after the other, are shared out evenly (row_shares.cuh): a block takes an equal part of
@@ -14,8 +14,9 @@
 // as soon as that is multiplied (ptxas has all of them on one scoreboard, so that a step waits for the load issued last). The first of
 // them are issued before the kernel in front has ended. Sums go to shared memory where a warp leaves a group. A group that lies in two blocks
 // is finished by the second: the first leaves its sums in `border`, word by word, and the second takes and empties them.
-// One or two rows are normed and converted by every block, side by side (staging.cuh); more rows are converted once, by stage_*, before. The
-// products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh).
+// The products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh), and
+// what an addition makes of a row is left as the norm's stage behind it reads it (follow.cuh). Other rows, as the first of a pass, are converted: one
+// or two by every block, side by side (staging.cuh), more once, by stage_*, before.
 // What was converted comes through rings of each warp on cards with room for them (row_ring.cuh).
 #include "row_ring.cuh"
 
@@ -23,14 +24,15 @@ enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_, COLUMNS = COLUMNS_;   // COLUMNS: rows of 8 whose sums are kept
-  static constexpr bool FUSED = SOURCE < HALVES, FEW = COLUMNS == 2, RINGED = SOURCE >= HALVES && ROW_RING;   // RINGED: Q4's units
+  static constexpr bool FUSED = SOURCE < HALVES, LEFT = SOURCE >= READY, FEW = COLUMNS == 2, RINGED = SOURCE >= HALVES && ROW_RING;   // RINGED: Q4's units
   static constexpr int TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
   static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
 
 template <class S> struct Memory {   // the block's shared memory
-  float* inverse;       // FUSED: [16] 1 / scale of each row
+  float* inverse;       // FUSED, FOLLOWED: [16] 1 / scale of each row
   float* stats;         // FUSED: [2 rows][2 WARPS]
+  int* lost;            // FOLLOWED: 1: a row was converted anew, 2: and all steps are gone through again
   Gather* gathers;      // [ROUND_GROUPS]
   Plan* plans;          // [warps]
   float4* starts;       // FUSED: [units]
@@ -41,6 +43,7 @@ template <class S> struct Memory {   // the block's shared memory
   __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows, int places) {
     inverse = reinterpret_cast<float*>(shared);
     stats = inverse + 16;
+    lost = reinterpret_cast<int*>(stats);
     gathers = reinterpret_cast<Gather*>(stats + 2 * 2 * WARPS);
     plans = reinterpret_cast<Plan*>(gathers + ROUND_GROUPS);
     starts = reinterpret_cast<float4*>(plans + BLOCK_WARPS);
@@ -103,7 +106,7 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
     if constexpr (S::FUSED) {
       low = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS), high = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS + 8);
       start[nb] = m.starts[unit + j];
-    } else if constexpr (S::SOURCE == READY) {
+    } else if constexpr (S::LEFT) {
       const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.ready.records) + unit * (READY_BYTES / 16) + (j * (READY_BYTES / 16) + nb * 64) + mine;
       low = from[0], high = from[32];
       start[nb] = ready_start(reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + mine]);
@@ -195,7 +198,7 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
 }
 
 template <class S> __device__ __forceinline__ float inverse_of(const LinearRows& p, const Memory<S>& m, int row) {
-  if constexpr (S::FUSED) return m.inverse[row];
+  if constexpr (S::FUSED || S::SOURCE == FOLLOWED) return m.inverse[row];
   else if constexpr (S::SOURCE == READY) return p.rows_in.ready.unscale;
   else return p.rows_in.inverse[row];
 }
@@ -208,6 +211,72 @@ template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRow
   return total;
 }
 
+// 32 columns of a row behind an addition, a lane each, as the norm's stage reads them, and what a warp of that stage has to know (follow.cuh).
+// Sums of 16 columns and of all squares go together: lanes with a 3rd bit are left with squares, the others with columns.
+__device__ __forceinline__ void leave_following(const LinearRows& p, int row, int first, int lane, float x, float weight, float scale) {
+  const int column = first + lane;
+  const bool is_second = column & 4, has_squares = lane & 8;
+  const float v = __fmul_rn(x, weight), largest = warp_max_positive(fabsf(v));
+  const uint16_t bits = half_from_float(__fmul_rn(v, is_second ? __fmul_rn(scale, 0.0625f) : scale));
+  const float square = __fmul_rn(x, x), squares = __fadd_rn(square, __shfl_xor_sync(ALL_LANES, square, 16));
+  const float part = __fmul_rn(half_to_float(bits), is_second ? 1.0f : 0.0625f);
+  float sum = __fadd_rn(has_squares ? squares : part, __shfl_xor_sync(ALL_LANES, has_squares ? part : squares, 8));
+#pragma unroll
+  for (int distance = 4; distance > 0; distance >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
+  *p.ready.half(row, column) = bits;
+  p.ready.leave_sum(row, column, sum);
+  if (lane == 8) p.rows_in.follow->stats[row][first / 32] = make_float2(sum, largest);
+}
+
+// What holds for a whole row that was left, once for all blocks. A row that its scale did not suit is converted anew, and says so.
+__device__ __forceinline__ void measure_row(const Rows& p, int row, int lane) {
+  Follow& follow = *p.follow;
+  float2 stats[FOLLOW_GROUPS / 32];
+#pragma unroll
+  for (int i = 0; i < FOLLOW_GROUPS / 32; ++i) {
+    stats[i] = make_float2(0.0f, 0.0f);
+    if (32 * (lane + 32 * i) < p.cols) stats[i] = follow.stats[row][lane + 32 * i];
+  }
+  float sum = stats[0].x, top = stats[0].y;
+#pragma unroll
+  for (int i = 1; i < FOLLOW_GROUPS / 32; ++i) sum = __fadd_rn(sum, stats[i].x), top = fmaxf(top, stats[i].y);
+  const float rms = rsqrtf(warp_sum(sum) / (float)p.cols + p.eps), scale = follow.scales[row];
+  top = warp_max_positive(top);
+  float inverse = __fmul_rn(rms, power_inverse(scale));
+  if (!holds(scale, top)) {
+    Ready anew = p.ready;
+    anew.scale = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), inverse));
+    inverse = -inverse;
+#pragma unroll 1
+    for (int four = lane; four < p.ready.units * (READY_COLS / 4); four += 32) {
+      float4 v = make_float4(0, 0, 0, 0);
+      if (4 * four < p.cols) {
+        const float4 w = reinterpret_cast<const float4*>(p.norm)[four];
+        v = reinterpret_cast<const float4*>(p.x + (long long)row * p.x_stride)[four];
+        v.x = __fmul_rn(v.x, w.x), v.y = __fmul_rn(v.y, w.y), v.z = __fmul_rn(v.z, w.z), v.w = __fmul_rn(v.w, w.w);
+      }
+      anew.leave_four(row, 4 * four, v);
+    }
+    __threadfence();
+    __syncwarp();
+  }
+  if (lane == 0) {
+    p.next->scales[row] = following_scale(top);
+    post_word(&follow.words[row], inverse);
+  }
+}
+
+// What others measured, by one warp for its block.
+__device__ __forceinline__ void look_at_rows(const uint32_t* words, int rows, float* inverses, int* lost) {
+  const int lane = threadIdx.x % 32;
+  const float inverse = look_at_word(words + min(lane, rows - 1));
+  const bool is_lost = __any_sync(ALL_LANES, inverse < 0.0f);
+  if (lane < MAX_ROWS) inverses[lane] = fabsf(inverse);
+  if (lane == 0) *lost = *lost ? 2 : is_lost;
+}
+// The same, called: within the kernel it costs the loop of 16 rows its registers.
+__device__ __noinline__ void look_at_many(const uint32_t* words, int rows, float* inverses, int* lost) { look_at_rows(words, rows, inverses, lost); }
+
 // Sums of a round's groups, to where they belong: out, or the border with the next block. A warp takes a group of a row at a time,
 // the last first, as the next block waits for it.
 template <class S> __device__ __forceinline__ void reduce_round(const LinearRows& p, const Memory<S>& m, int block, int warp, int lane) {
@@ -218,8 +287,14 @@ template <class S> __device__ __forceinline__ void reduce_round(const LinearRows
     const Gather gather = m.gathers[number];
     float* target = p.out + (long long)row * p.out_stride + (gather.row + within);
     const bool gives = gather.flags & GATHER_GIVES, is_there = S::EPILOGUE != GATE_UP && !gives && within < gather.left;
-    float before = 0.0f;
+    constexpr bool CAN_LEAVE = S::EPILOGUE == ADD && S::SOURCE == READY;
+    const bool leaves = CAN_LEAVE && p.ready.units && !gives;
+    float before = 0.0f, weight = 0.0f, scale = 0.0f;
     if (S::EPILOGUE == ADD) load_float(before, target, is_there);   // on its way while the sums are made
+    if constexpr (CAN_LEAVE) {
+      load_float(weight, p.rows_in.norm + (gather.row + within), is_there && leaves);
+      load_float(scale, p.rows_in.follow->scales + row, leaves);
+    }
     const float factor = (gather.flags & GATHER_F16 ? 1.0f : CODE_UNSCALE) * inverse_of<S>(p, m, row);
     float value = __fmul_rn(sum_of_warps<S>(p, m, gather.warps, t, i, row), factor);
     const int word = (t * MAX_ROWS + row) * TILE_ROWS + i;
@@ -237,8 +312,11 @@ template <class S> __device__ __forceinline__ void reduce_round(const LinearRows
         if (column - i + TILE_ROWS >= p.out_rows)   // the last one, up to the end of a record
           for (int after = column + TILE_ROWS; after < p.ready.units * READY_COLS; after += TILE_ROWS) p.ready.leave(row, after, 0.0f, t == 0);
       } else if (t == 0 && column < p.out_rows) p.out[(long long)row * p.out_stride + column] = product;
-    } else if (is_there) {
-      *target = S::EPILOGUE == ADD ? __fadd_rn(before, value) : value;
+    } else {
+      if (S::EPILOGUE == ADD) value = is_there ? __fadd_rn(before, value) : 0.0f;
+      if (is_there) *target = value;
+      if constexpr (CAN_LEAVE)
+        if (leaves) leave_following(p, row, gather.row, lane, value, weight, scale);
     }
   }
 }
@@ -250,6 +328,7 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Memory<S> m;
   m.open(shared, staged_units(p.rows_in), p.rows, p.places);
+  if (SOURCE == FOLLOWED && threadIdx.x == 0) *m.lost = 0;
 #pragma unroll 1
   for (int round = 0; round < p.rounds; ++round) {
     Flight flight;
@@ -293,6 +372,11 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
         }
         __syncthreads();
       }
+      if constexpr (SOURCE == FOLLOWED)
+        if (warp == 0 && *m.lost == 0)   // has no more steps than the others, and others have one more
+          for (int row = MEASURED_FROM(blockIdx.x); row < p.rows; row += MEASURED_BY(gridDim.x)) measure_row(p.rows_in, row, lane);
+      if constexpr (SOURCE == READY && EPILOGUE == ADD)
+        if (p.ready.units && blockIdx.x == 0 && threadIdx.x < FOLLOW_ROWS) p.rows_in.follow->words[threadIdx.x] = 0;
     }
     way.segment = plan.kinds & 3, way.group = plan.group, way.step = plan.step, way.unit = plan.unit;
     int place = 0;
@@ -306,7 +390,16 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       ++way.segment, way.group = 0, way.step = 0, way.aim(p, lane);
       by_kind(p.segments[way.segment].kind, begin);
     }
+    if constexpr (SOURCE == FOLLOWED)
+      if (warp == 0 && round == 0) (NB == 2 ? look_at_many : look_at_rows)(p.rows_in.follow->words, p.rows, m.inverse, m.lost);
     __syncthreads();
+    if constexpr (SOURCE == FOLLOWED)
+      if (round == 0 && *m.lost == 1) {   // all of it again, with what is there now
+        __threadfence();
+        __syncthreads();
+        --round;
+        continue;
+      }
     reduce_round<S>(p, m, block_anew(), warp, lane);
     if (round + 1 < p.rounds) __syncthreads();
   }
@@ -327,6 +420,12 @@ LINEAR_ROWS(linear_rows_halves_gate_up, HALVES, GATE_UP, 1, 8)
 LINEAR_ROWS(linear_rows_wide_store, HALVES, STORE, 2, 8)
 LINEAR_ROWS(linear_rows_wide_add, HALVES, ADD, 2, 8)
 LINEAR_ROWS(linear_rows_wide_gate_up, HALVES, GATE_UP, 2, 8)
+LINEAR_ROWS(linear_rows_followed_few_store, FOLLOWED, STORE, 1, 2)
+LINEAR_ROWS(linear_rows_followed_few_gate_up, FOLLOWED, GATE_UP, 1, 2)
+LINEAR_ROWS(linear_rows_followed_store, FOLLOWED, STORE, 1, 8)
+LINEAR_ROWS(linear_rows_followed_gate_up, FOLLOWED, GATE_UP, 1, 8)
+LINEAR_ROWS(linear_rows_followed_wide_store, FOLLOWED, STORE, 2, 8)
+LINEAR_ROWS(linear_rows_followed_wide_gate_up, FOLLOWED, GATE_UP, 2, 8)
 LINEAR_ROWS(linear_rows_ready_few_add, READY, ADD, 1, 2)
 LINEAR_ROWS(linear_rows_ready_halves_add, READY, ADD, 1, 8)
 LINEAR_ROWS(linear_rows_ready_wide_add, READY, ADD, 2, 8)

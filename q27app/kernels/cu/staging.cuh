@@ -4,10 +4,10 @@
 // maxima have one order whoever converts a row.
 #pragma once
 #include "quant.cuh"
-#include "ready.cuh"
+#include "follow.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, GATED_HEAD = 128;
-enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3, READY = 4 };   // where a row comes from
+enum { PLAIN = 0, NORMED = 1, GATED = 2, HALVES = 3, READY = 4, FOLLOWED = 5 };   // where a row comes from
 
 struct Rows {
   const float* x;
@@ -19,7 +19,9 @@ struct Rows {
   float* inverse;            // HALVES: [rows]
   int cols, units, wrap, row_groups, x_stride, gate_stride;   // row_groups: 1, or 2 for more than 8 rows
   float eps;
-  Ready ready;               // READY
+  Ready ready;               // READY, FOLLOWED
+  Follow* follow;            // FOLLOWED: what the addition before says of the rows; of an addition that leaves such rows: where it says it
+  Follow* next;              // NORMED, FOLLOWED: for the next addition, or null
 };
 
 __device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.wrap : p.units; }
@@ -136,6 +138,7 @@ __device__ __forceinline__ void stage_rows(const Rows& p, const Norm<SOURCE>& no
     float unscale;
     factor[r] = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), unscale));
     if (thread == 0 && wanted) inverse[r] = unscale;
+    if (SOURCE == NORMED && thread == 0 && wanted && p.next) p.next->scales[row + r] = following_scale(top);   // every block the same
   }
   const int last = staged_units(p) * (UNIT_COLS / 4);
   const float weight = thread & 1 ? -128.0f * CODE_SCALE : -8.0f * CODE_SCALE;

@@ -209,6 +209,13 @@ inline float take_word(uint32_t* at) {
   *at = 0;
   return __uint_as_float(~bits);
 }
+inline float look_at_word(const uint32_t* at) {
+  while (*at == 0) emulated::yield();
+  return __uint_as_float(~*at);
+}
+// So each block does for itself what one does for all.
+#define MEASURED_FROM(block) 0
+#define MEASURED_BY(blocks) 1
 inline float4 take_words(uint32_t* at) {
   float4 out;
   out.x = take_word(at), out.y = take_word(at + 1), out.z = take_word(at + 2), out.w = take_word(at + 3);
