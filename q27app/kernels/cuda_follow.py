@@ -38,40 +38,41 @@ class Measured(NamedTuple):
 
 
 class FollowedRows:
-    """Of a backend: which rows were measured and left."""
+    """Of a backend: which rows were measured or left. One x at a time, as there is one place for its scales and its rows."""
 
     def __init__(self, backend) -> None:
         self._backend = backend
-        self._scaled: dict[int, int] = {}
-        self._left: dict[int, tuple[int, int]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self._x: tuple[int, tuple[int, ...]] | None = None
+        """Address and shape."""
+        self._scaled: int | None = None
+        self._left: tuple[int, int] | None = None
 
     def forget(self, x: CudaBuffer) -> None:
         """x becomes something else."""
-        self._scaled.pop(x.address, None)
-        self._left.pop(x.address, None)
-
-    def clear(self) -> None:
-        self._scaled.clear()
-        self._left.clear()
+        if self._x is not None and self._x[0] == x.address:
+            self.clear()
 
     def measure(self, norm: CudaVector | None, x: CudaBuffer) -> Measured | None:
         """By a stage that reads x behind a norm; None: not of such rows."""
-        key, of = self._left.pop(x.address, (0, 0))
-        self._scaled.pop(x.address, None)
+        key, of = self._left if self._left is not None and self._x == (x.address, x.shape) else (0, 0)
         rows, cols = x.shape
+        self.forget(x)
         if norm is None or self._backend.is_prefill or rows > HEAD_ROWS or cols % 4 or cols > FOLLOW_GROUPS * GROUP_COLS:
             return None
         found = Measured(of, 1 - of) if key == norm.address else Measured(None, 0)
-        self._scaled[x.address] = found.next
+        self._x, self._scaled, self._left = (x.address, x.shape), found.next, None
         return found
 
     def leave(self, norm: CudaVector | None, x: CudaBuffer) -> int | None:
         """By an addition to x, whose rows go through `norm` next: by the scales of which Follow; None: nothing is left."""
-        of = self._scaled.pop(x.address, None)
-        self._left.pop(x.address, None)
+        of = self._scaled if self._x == (x.address, x.shape) else None
         if norm is None or of is None:
+            self.forget(x)
             return None
-        self._left[x.address] = norm.address, of
+        self._scaled, self._left = None, (norm.address, of)
         return of
 
     def address(self, index: int | None, start: int) -> int:

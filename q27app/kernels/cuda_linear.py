@@ -75,7 +75,7 @@ class LinearStages:
             self.ready.finish(h)
         ready = self.ready.of(h)
         if ready is not None:
-            follow = self.followed.leave(norm, x)
+            follow = self.followed.leave(norm if len(weight.segments) == 1 else None, x)   # of one matrix groups of columns begin at multiples of 32
             for start, rows in _parts(x.shape[0]):
                 self._ready_rows(weight, part_of(ready, start), x, start, rows, norm, follow)
             return

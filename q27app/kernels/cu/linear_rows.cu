@@ -245,7 +245,8 @@ __device__ __forceinline__ void measure_row(const Rows& p, int row, int lane) {
   float inverse = __fmul_rn(rms, power_inverse(scale));
   if (!holds(scale, top)) {
     Ready anew = p.ready;
-    anew.scale = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), inverse));
+    anew.scale = 1.0f;   // zeros past the columns stay zeros whatever the row is: nobody else writes them
+    const float factor = __fmul_rn(rms, peak_scale(__fmul_rn(top, rms), inverse));
     inverse = -inverse;
 #pragma unroll 1
     for (int four = lane; four < p.ready.units * (READY_COLS / 4); four += 32) {
@@ -253,12 +254,13 @@ __device__ __forceinline__ void measure_row(const Rows& p, int row, int lane) {
       if (4 * four < p.cols) {
         const float4 w = reinterpret_cast<const float4*>(p.norm)[four];
         v = reinterpret_cast<const float4*>(p.x + (long long)row * p.x_stride)[four];
-        v.x = __fmul_rn(v.x, w.x), v.y = __fmul_rn(v.y, w.y), v.z = __fmul_rn(v.z, w.z), v.w = __fmul_rn(v.w, w.w);
+        v.x = __fmul_rn(__fmul_rn(v.x, w.x), factor), v.y = __fmul_rn(__fmul_rn(v.y, w.y), factor);
+        v.z = __fmul_rn(__fmul_rn(v.z, w.z), factor), v.w = __fmul_rn(__fmul_rn(v.w, w.w), factor);
       }
       anew.leave_four(row, 4 * four, v);
     }
-    __threadfence();
     __syncwarp();
+    __threadfence();   // of the lane that posts: it stands for what all of them wrote
   }
   if (lane == 0) {
     p.next->scales[row] = following_scale(top);
@@ -271,6 +273,7 @@ __device__ __forceinline__ void look_at_rows(const uint32_t* words, int rows, fl
   const int lane = threadIdx.x % 32;
   const float inverse = look_at_word(words + min(lane, rows - 1));
   const bool is_lost = __any_sync(ALL_LANES, inverse < 0.0f);
+  __syncwarp();   // all have read what was there
   if (lane < MAX_ROWS) inverses[lane] = fabsf(inverse);
   if (lane == 0) *lost = *lost ? 2 : is_lost;
 }

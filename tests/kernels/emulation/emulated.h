@@ -17,6 +17,7 @@ using std::min;
 #define __global__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__
 #define __restrict__
 #define __launch_bounds__(...)
 #define __grid_constant__
