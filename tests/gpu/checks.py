@@ -20,7 +20,7 @@ from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.launch import CudaDevice
 from q27app.weights.dtypes import F16, F32, Q4_G64, Q8_G128
 from tests.gpu import big, parity, whole
-from tests.kernels import cuda_checks, delta_checks, lacking_checks
+from tests.kernels import cuda_checks, delta_checks, follow_checks, lacking_checks
 from tests.kernels.made import make_batch
 from tests.model.geometry import config_27b
 
@@ -122,6 +122,31 @@ def repeat(backend: CudaBackend, state, stage: cuda_checks.Stage, times: int = 2
         if not np.array_equal(first, bits):
             raise AssertionError("the same launch gave other bits")
     return f"{times} times the same bits"
+
+
+FOLLOWED = {
+    "q4": (640, {}), "q8": (640, {}), "f16": (640, {}), "f32": (640, {}), "mix": (640, {}), "q4, 6144": (6144, {}), "q4, 128": (128, {}),
+    "q4, 27B": (5120, {"width": 6144, "projected": 16384, "products": 17408}),
+}
+"""Number types, columns, and other sizes of stages that leave each other rows (follow_checks.Chain)."""
+
+
+def follow(device: CudaDevice) -> None:
+    """Rows that an addition leaves for the norm behind it: any number of them, those that their scale does not suit, and 200 passes of both."""
+    for name, (cols, sizes) in FOLLOWED.items():
+        def check(name=name, cols=cols, sizes=sizes):
+            backend = CudaBackend(device)
+            chain = follow_checks.Chain(backend, cols, follow_checks.KINDS[name.split(",")[0]], **sizes)
+            state = cuda_checks.open_state(backend, cols)
+            error = follow_checks.check_usual(chain, state)
+            odd = follow_checks.check_odd(chain, state, follow_checks.ORDERS)
+            for count in (1, 2, 8, 16, 35):
+                follow_checks.check_repeats(chain, state, *follow_checks.usual_rows(chain, count), 200)
+                follow_checks.check_repeats(chain, state, *follow_checks.odd_rows(chain, state, (follow_checks.ODD * 4)[:count]), 200)
+            backend.weights_arena.release()
+            limited(max(odd.values()), follow_checks.PEAK_TOLERANCE)
+            return limited(error, 5e-4) + " (odd rows " + " ".join(f"{kind} {value:.1e}" for kind, value in odd.items()) + "), 200 times the same bits"
+        attempt(f"rows left for a norm: {name}", check)
 
 
 def models(device: CudaDevice) -> None:
@@ -232,7 +257,7 @@ def sanitized(device: CudaDevice) -> None:
 
 
 SECTIONS = {"forced": forced, "decode": lambda device, attempt, line: big.decode_speed(device, line, "fp8", big.PASSES),
-            "stages": stages, "models": models, "delta": delta, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages,
+            "stages": stages, "follow": follow, "models": models, "delta": delta, "speed": big.speed, "once": big.once, "prefill": big.prefill_stages,
             "repeats": big.repeats,
             "sanitized": sanitized, "sanitized_nano": sanitized_nano, "sanitized_wide": sanitized_wide}
 

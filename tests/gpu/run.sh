@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every check on this machine's card, a process a part; a table of what failed comes last.
 # Usage: tests/gpu/run.sh [PART ...]
-#   stages models sanitized   kernels and small models against NumPy        golden    the oracle's checkpoints (Q27APP_SHARED)
+#   stages follow models sanitized   kernels and small models against NumPy        golden    the oracle's checkpoints (Q27APP_SHARED)
 #   dense layers resume       full width, all 64 layers (GPU_REFERENCE), prompts resumed anywhere
 #   chain played daemon       the 27B through engine and daemon (GPU_MODELS: folder with q4s.q27; made there if it is absent)
 #   steps refusals            1,000 steps, repeated starts, sticky errors   memcheck racecheck   under compute-sanitizer
@@ -9,7 +9,7 @@
 cd "$(dirname "$0")/../.." || exit 1
 python="${PYTHON:-python3}"
 export GPU_MODELS="${GPU_MODELS:-/tmp/27b}"
-[ $# -gt 0 ] || set -- stages models golden dense resume steps refusals memcheck racecheck chain played daemon decode prefill speed
+[ $# -gt 0 ] || set -- stages follow models golden dense resume steps refusals memcheck racecheck chain played daemon decode prefill speed
 failed=""
 for part in "$@"; do
   echo "== $part"

@@ -6,12 +6,14 @@ import queue
 import re
 import time
 
+import numpy as np
 import pytest
 
 from q27app.engine.engine import Engine, EngineConfig
 from q27app.engine.request import Request, SamplingParams
 from q27app.kernels.compiler import SOURCES, expand
 from q27app.kernels.cuda_backend import CudaBackend
+from q27app.kernels.cuda_ready import ReadyRows
 from q27app.weights.synthetic import synthesize
 from tests.kernels import cuda_checks
 from tests.kernels.counting_device import CARDS, CountingDevice
@@ -95,14 +97,20 @@ def run(device: NotingDevice, path, monkeypatch, **options) -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("draft", ["off", "auto"])
-def test_what_starts_early_waits(card, draft, monkeypatch, tmp_path):
+@pytest.mark.parametrize("leaves", [False, True], ids=["floats", "left ready"])
+def test_what_starts_early_waits(card, draft, leaves, monkeypatch, tmp_path):
+    """leaves: the device says that rows of the weights are of a usual length, so that stages leave each other theirs."""
     path = tmp_path / "made.q27"
     synthesize(path, "nano", "chain", "q4s")
     device = NotingDevice(CARDS[card])
+    if leaves:
+        for name in ("_pair_sizes", "_row_sizes"):
+            monkeypatch.setattr(ReadyRows, name, lambda *rest: np.ones(4096, np.float32))
     run(device, path, monkeypatch, draft=draft)
     waits = set().union(*(waiting(expand(file.stem)) for file in SOURCES.glob("*.cu")))
     early = {name for name, dependent in device.launches if dependent}
     assert len(early) > 12 and {"delta_one", "attend_merge"} <= early
+    assert ({"linear_rows_ready_few_add", "linear_rows_followed_few_store", "linear_rows_followed_few_gate_up"} <= early) == leaves
     assert early <= waits, f"{sorted(early - waits)} may start early and do not wait"
 
 

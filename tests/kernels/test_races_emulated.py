@@ -14,7 +14,7 @@ from q27app.kernels import cuda_tiles
 from q27app.kernels.compiler import SOURCES
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
-from tests.kernels import attend_checks, cuda_checks, lacking_checks
+from tests.kernels import attend_checks, cuda_checks, follow_checks, lacking_checks
 from tests.kernels.delta_checks import DeltaBench
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, Races, needs_compiler
 from tests.kernels.made import make_batch
@@ -57,6 +57,16 @@ def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] =
     stage = cuda_checks.Stage(backend, specs, 640, 1)
     backend.empty((96, 640), "float32", "x")
     assert cuda_checks.check_linear(backend, cuda_checks.open_state(backend, 640), stage, "decode", counts) < cuda_checks.TENSOR_CORE_TOLERANCE
+
+
+def multiply_left_rows(device: EmulatedDevice, count: int = 3) -> None:
+    """Rows that additions left for a norm, one of them converted anew, so that all is multiplied twice; more rounds than one."""
+    backend = CudaBackend(device)
+    chain = follow_checks.Chain(backend, 640, follow_checks.KINDS["mix"], projected=1200)
+    state = cuda_checks.open_state(backend, 640)
+    x, attended = follow_checks.odd_rows(chain, state, ("usual", "larger", *["usual"] * (count - 2)))
+    chain.run(state, x, attended)
+    assert chain.project.shares.rounds > 1
 
 
 def flow(device: EmulatedDevice, dim: int = 64) -> None:
@@ -109,6 +119,14 @@ def test_rings_of_rows_that_were_left_ready():
     assert_clean(device.races())
 
 
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_rows_that_were_left_for_a_norm(count):
+    device = EmulatedDevice(replace(CARD, num_sms=1), watched=ROWS)
+    multiply_left_rows(device, count)
+    assert device.races().copies
+    assert_clean(device.races())
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_shared_memory_of_the_delta_rule_of_many_sequences(dim):
     device = EmulatedDevice(replace(CARD, num_sms=2), watched=DELTA)
@@ -139,6 +157,10 @@ BROKEN_ROWS = {
     "a place is free before all lanes have read it": ("linear_rows.cu", ("      __syncwarp();\n      ring.copy(", "      ring.copy(")),
     "lanes read what others have not waited for": ("row_ring.cuh", ("    copy_async_wait<UNITS - 1>();\n    __syncwarp();", "    copy_async_wait<UNITS - 1>();")),
     "a unit too few is waited for": ("row_ring.cuh", ("copy_async_wait<UNITS - 1>", "copy_async_wait<UNITS>")),
+}
+BROKEN_LEFT_ROWS = {
+    "what sums are multiplied by is read before it is there": ("m.inverse, m.lost);\n    __syncthreads();", "m.inverse, m.lost);"),
+    "the second try begins before all have seen that there is one": ("        __threadfence();\n        __syncthreads();\n        --round", "        __threadfence();\n        --round"),
 }
 BROKEN_ATTEND = {
     "keys are free before their scores": ("      warpgroup_commit();\n      warpgroup_wait<0>();\n      warpgroup_settle(score);",
@@ -204,4 +226,10 @@ def test_a_broken_flow_of_states_is_found(tmp_path, what):
 @pytest.mark.parametrize("what", BROKEN_ROWS)
 def test_a_broken_ring_of_rows_is_found(tmp_path, what):
     found = finds(tmp_path, *BROKEN_ROWS[what], ROWS, lambda device: multiply_rows(device, [(200, Q4_G64)], (16,)), replace(CARD, num_sms=3))
+    assert "unordered with" in found
+
+
+@pytest.mark.parametrize("what", BROKEN_LEFT_ROWS)
+def test_a_broken_second_try_is_found(tmp_path, what):
+    found = finds(tmp_path, "linear_rows.cu", BROKEN_LEFT_ROWS[what], ROWS, multiply_left_rows, replace(CARD, num_sms=1))
     assert "unordered with" in found

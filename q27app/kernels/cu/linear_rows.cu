@@ -394,7 +394,10 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       by_kind(p.segments[way.segment].kind, begin);
     }
     if constexpr (SOURCE == FOLLOWED)
-      if (warp == 0 && round == 0) (NB == 2 ? look_at_many : look_at_rows)(p.rows_in.follow->words, p.rows, m.inverse, m.lost);
+      if (warp == 0 && round == 0) {
+        if constexpr (NB == 2) look_at_many(p.rows_in.follow->words, p.rows, m.inverse, m.lost);
+        else look_at_rows(p.rows_in.follow->words, p.rows, m.inverse, m.lost);
+      }
     __syncthreads();
     if constexpr (SOURCE == FOLLOWED)
       if (round == 0 && *m.lost == 1) {   // all of it again, with what is there now
