@@ -123,7 +123,7 @@ def decode_speed(device, line, kv_format: str, passes) -> str:
 def speed(device, attempt, line) -> None:
     """Decode of 1, 8, 16 rows near 0 and at 32K, stage by stage; prefill of 2,048 and 8,192."""
     start = time.perf_counter()
-    model = build(device, 8192)
+    model = plain(build(device, 8192))
     backend = model.backend
     state = model.allocate_state("fp8", 2, 640, 16)
     line("27B built", f"{model.weights.nbytes / 1e9:.2f} GB packed, {time.perf_counter() - start:.1f} s, free {device.free_bytes() / 1e9:.1f} GB")
@@ -166,9 +166,15 @@ def speed(device, attempt, line) -> None:
         attempt(f"prefill {rows}", prefill)
 
 
+def plain(model):
+    """The model, whose passes are recorded by hand alone: by itself it would replay what is to be run plainly, and within a recording cannot."""
+    model.replays.limit = 0
+    return model
+
+
 def repeats(device, attempt, line) -> None:
     """Passes of all kinds over and over at the 27B's width and depth, eager and recorded: the same bits in all of the logits and rows."""
-    model = build(device, 1024)
+    model = plain(build(device, 1024))
     backend = model.backend
     state = model.allocate_state("fp8", 2, 80, 16)
     table = [list(range(80))]
@@ -253,7 +259,7 @@ def sampling(rows: int, vocab: int) -> SamplingRows:
 
 def prefill_stages(device, attempt, line) -> None:
     """Where the time of a prefill goes, by rows; and what a recorded step takes of the device's memory."""
-    model = build(device, 2048)
+    model = plain(build(device, 2048))
     backend = model.backend
     state = model.allocate_state("fp8", 2, 64, 16)
     for rows in (17, 64, 128, 256, 512, 2048):

@@ -15,7 +15,7 @@ for part in "$@"; do
   echo "== $part"
   case "$part" in
     chain | played | daemon | refusals | layers | streams | prompts)
-      [ -f "$GPU_MODELS/q4s.q27" ] || { mkdir -p "$GPU_MODELS" && "$python" -m q27app synth "$GPU_MODELS/q4s.q27" --size 27b --tier q4s; } ;;
+      [ -f "$GPU_MODELS/q4s.q27" ] || { mkdir -p "$GPU_MODELS" && "$python" -m q27app synth "$GPU_MODELS/q4s.q27" --size 27b --tier q4s --accept 0.85; } ;;
   esac
   case "$part" in
     memcheck | racecheck) compute-sanitizer --tool "$part" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.checks sanitized ;;
