@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class Model:
         backend, weights, x = self.backend, self.weights, self.x.rows(rows)
         if layers.start == 0:
             backend.embed(weights.embed, x)
-        for layer, behind in pairwise([*weights.layers[layers.start:layers.stop + 1], None][:len(layers) + 1]):
+        for layer, behind in [*zip_longest(weights.layers, weights.layers[1:])][layers.start:layers.stop]:
             run_layer(backend, layer, x, self.scratch, behind)
         if layers.stop == len(weights.layers):
             backend.head(weights.final_norm, weights.head, x, final, logits)

@@ -75,9 +75,9 @@ def _close(recorded: list[Replay] | None) -> None:
 
 
 def shape_of(batch: Batch, row_groups: Seq[int] = (), depth_group: int = 0) -> tuple:
-    """What the launches of a row-family pass depend on, and where it stands (`Backend.depth_group`). Up to MAX_DECODE_ROWS rows go through every stage together, so
-    only the number of sequences and the longest one count, by its group (`Backend.row_groups`); more are cut at borders
-    between sequences."""
+    """What the launches of a row-family pass depend on. Up to MAX_DECODE_ROWS rows go through every stage together, so only the
+    number of sequences and the longest one count, by its group (`Backend.row_groups`); more are cut at borders between
+    sequences. depth_group: see `Backend.depth_group`."""
     lengths = np.diff(batch.row_starts)
     rows, longest = batch.num_rows, int(lengths.max())
     group = next((size for size in row_groups if size >= longest), longest)
