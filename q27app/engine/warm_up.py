@@ -1,5 +1,6 @@
 """Every usual shape of a pass is run, recorded and timed while nobody waits, so that no request waits for a recording, for a kernel
-that is loaded at its first use, and the depth of drafts is chosen by measured prices from the first step on.
+that is loaded at its first use, and the depth of drafts is chosen by measured prices from the first step on. Contexts are short here: a
+shape that launches otherwise in a deep one (`Backend.depth_group`) is recorded anew when it first comes.
 
 Likely shapes come first; a step is one shape, some 30 ms on a card. Owned by the engine thread.
 """

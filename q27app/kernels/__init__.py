@@ -3,8 +3,9 @@
 Start at backend.py (the one interface) and batch.py (what a pass is given); reference.py and reference_sample.py say what
 every operation computes. The NumPy backend: numpy_backend.py, then numpy_pass, numpy_state, numpy_linear, numpy_attention,
 numpy_delta. The CUDA backend: cuda_backend.py, launch.py (the device), cuda_weights (how matrices lie), cuda_linear,
-cuda_attention and cuda_mixers (the stages), cuda_state and cuda_lacking (what belongs to sequences), cu/*.cu;
-compiler.py and card.py. kv_formats.py is the table of key and value formats, kv_codecs and kv_turned are their codecs. Imports: weights, ground floor.
+cuda_attention and cuda_mixers (the stages), cuda_ready and cuda_follow (rows that they leave each other), cuda_state and cuda_lacking
+(what belongs to sequences), cu/*.cu; compiler.py and card.py. kv_formats.py is the table of key and value formats, kv_codecs and
+kv_turned are their codecs. Imports: weights, ground floor.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Backend(Protocol):
     row_groups: tuple[int, ...]
     """Row-family passes launch alike whose longest sequences lie between the same two of these numbers of rows."""
     lacking_rows: int
-    """Rows for which a slot has room beside its states: it may be written some rows later than it is computed, which nobody sees."""
+    """Rows for which a slot has room beside its states, which may be written so many rows late; nobody sees that."""
 
     def depth_group(self, batch: Batch) -> int:
         """Row-family passes of one shape launch alike where this is the same. After `begin`."""

@@ -27,8 +27,8 @@ of which another number fits (MERGE_BLOCKS in attend_decode.cu)."""
 OWN_SEQS = 4
 """Up to so many sequences attend_decode does attend_rows' work too, where keys and values are plain and it goes by warpgroups."""
 MAKER_ROWS = 4
-"""Most rows of an item of attend_decode_make, whose blocks make what they need of the rows: there are few of each, and where all items of so
-many rows cannot begin at once, attend_rows is the quicker one."""
+"""Most rows of an item of attend_decode_make, whose blocks make what they need of the rows. Where items of so many rows cannot all begin at
+once, attend_rows is the quicker one."""
 MAKER_HEADS = 256, 64, 0
 """Numbers of a head and its rotary ones, and query heads of a key head modulo 2, that attend_decode_make is for (MAKES_ROWS in attend_decode.cu)."""
 QUERIES, STEP = 128, 32

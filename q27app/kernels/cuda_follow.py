@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from q27app.kernels import cuda_args
-from q27app.kernels.cuda_ready import READY_BYTES, RECORD_ROWS, HEAD_ROWS, ready_bytes, ready_units
+from q27app.kernels.cuda_ready import HEAD_ROWS, READY_BYTES, RECORD_ROWS, ready_bytes, ready_units
 from q27app.kernels.cuda_weights import CudaVector
 from q27app.kernels.memory import CudaBuffer
 

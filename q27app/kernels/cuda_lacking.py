@@ -5,7 +5,8 @@ next applies it first, with the arithmetic of the row itself, so that no bit dep
 everybody else after `settle`. The slots of a pass are written together, as soon as one of them has to be, so that three of four passes
 write nothing however the sequences came together.
 
-record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims its rows' decays and [3][64] learned) f32
+record: [slot][delta layer]([key head][3][head dim] keys, then of each share of 64 value dims [4] decays, the last unused, and [3][64] what its
+        columns learned) f32
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MAX_LACKING = 3
 """Rows that a state may lack (LACKS in delta_flow.cu)."""
 
 STEADY_PASSES = 4
-"""A slot's states are written with every row until so many passes in a row went through delta_flow, or did so before it was last settled: to settle costs
-what is saved by about two rows, so company that comes and goes would lose by it, while a pass with drafts now and then costs no more than that."""
+"""A slot's states are written with every row until so many passes in a row went through delta_flow, or did so before its last pass of another kind: to
+settle costs what is saved by about two rows, so company that comes and goes would lose by it, while a pass with drafts now and then costs no more than that."""
 
 
 def share_launch(geometry) -> tuple[int, int]:

@@ -136,7 +136,6 @@ def test_a_pass_with_drafts_now_and_then_does_not_begin_the_wait_again():
         assert passes(bench, state, ["verify"] + [6] * count) == [[0] * 6, *[[each % 4] * 6 for each in range(1, count + 1)]]
     for drafts in (1, 2):
         assert passes(bench, state, ["verify"] * drafts + [6] * (STEADY_PASSES + 1)) == [[0] * 6] * (drafts + STEADY_PASSES) + [[1] * 6]
-    
 
 def test_what_is_recorded_with_its_begin_writes_every_row():
     bench = open_bench()

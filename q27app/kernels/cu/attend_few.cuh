@@ -32,7 +32,7 @@ __device__ __forceinline__ int cut_start(int cut) {
 // several (attend_make.cuh).
 enum class Maker { ATTEND_ROWS, ONE_ROW, EACH_BLOCK };
 
-struct Item {   // lies in shared memory, as registers are scarce
+struct Item {   // lies in shared memory, as registers are scarce; in these where a block makes its rows
   int seq, first_row, rows, head, cut, start, end, position;   // keys start .. end - 1; position of the first row
   int found, next, old;   // old: the keys below it are of earlier passes; the position of the sequence's first row, not of this group's
 };

@@ -31,7 +31,6 @@ template <int ROWS> struct Plan {
 template <int ROWS, Maker MAKER = Maker::ATTEND_ROWS> struct Columns {
   static_assert(MAKER == Maker::ATTEND_ROWS, "by warpgroups alone");
   using M = Plan<ROWS>;
-  static constexpr bool IS_LAST = false;
   static constexpr int TILES = M::TILES, WARPS = M::WARPS, COLUMNS = M::COLUMNS, THREADS = M::THREADS, NT = TILES * KEY_WARPS / WARPS;
   static constexpr int SLICES = WARPS < 8 ? WARPS : 8, VT = TILES * SLICES / WARPS, DIM_TILES = HEAD_DIM / 16 / SLICES;
   static constexpr int SHARED_KEYS = WARPS / 2;   // pairs of warps with the same keys, where they halve the work

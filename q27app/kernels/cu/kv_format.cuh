@@ -41,7 +41,7 @@ struct Attend {
   uint16_t* q_half;           // [rows, heads, HEAD_DIM] fp16; null: only keys and values are wanted
   float* q_factor;            // [rows, heads]
   float* out;                 // [rows, out_stride]
-  int* counter;               // [COUNTERS] items of the split attention that blocks have taken, one a launch
+  int* counter;               // [COUNTERS] items of the split attention that blocks have taken, one a launch; attend_merge sets it back
   long long block_bytes, layer_offset;
   int num_seqs, rows, y_stride, out_stride, max_blocks, first_position, max_splits;
   float eps;

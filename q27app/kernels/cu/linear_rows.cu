@@ -212,7 +212,7 @@ template <class S> __device__ __forceinline__ float sum_of_warps(const LinearRow
 }
 
 // 32 columns of a row behind an addition, a lane each, as the norm's stage reads them, and what a warp of that stage has to know (follow.cuh).
-// Sums of 16 columns and of all squares go together: lanes with a 3rd bit are left with squares, the others with columns.
+// Sums of 16 columns and of all squares go together: lanes with 8 among their bits are left with squares, the others with columns.
 __device__ __forceinline__ void leave_following(const LinearRows& p, int row, int first, int lane, float x, float weight, float scale) {
   const int column = first + lane;
   const bool is_second = column & 4, has_squares = lane & 8;

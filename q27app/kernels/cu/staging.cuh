@@ -21,7 +21,7 @@ struct Rows {
   float eps;
   Ready ready;               // READY, FOLLOWED
   Follow* follow;            // FOLLOWED: what the addition before says of the rows; of an addition that leaves such rows: where it says it
-  Follow* next;              // NORMED, FOLLOWED: for the next addition, or null
+  Follow* next;              // FOLLOWED: for the next addition; NORMED: alike, or null
 };
 
 __device__ __forceinline__ int staged_units(const Rows& p) { return p.wrap ? p.wrap : p.units; }
