@@ -221,7 +221,7 @@ def touch_everything(device, config, kv_format: str, counts: tuple[int, ...]) ->
     random = np.random.default_rng(1)
     backend = CudaBackend(device)
     tensors = {name: random_tensor(random, name, shape) for name, shape in expected_shapes(config).items()}
-    model = Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), 128, 64)
+    model = plain(Model(backend, config, bind_weights(backend, config, MadeContainer(tensors), None), 128, 64))
     state = model.allocate_state(kv_format, 2, 8, 32)
     for rows in counts:
         for phase in os.environ.get("GPU_PHASES", "prefill decode verify").split():
@@ -238,6 +238,10 @@ def touch_everything(device, config, kv_format: str, counts: tuple[int, ...]) ->
     for step in (0, 1):
         batch = make_batch("draft", [[7]], [100 + step], [0], [[0, 1]])
         assert np.isfinite(backend.download(model.draft(batch, state, step == 0))).all()
+    state.lacking.steady = 0
+    for step in range(6):   # two sequences, whose states come to lack rows and are written with them
+        model.forward(make_batch("decode", [[5]] * 2, [100 + step] * 2, [0, 1], [[0, 1], [2, 3]]), state)
+    assert np.isfinite(state.export_slot(0).view(np.float32)).all(), "a settled state: not finite"
     for arena in (backend.weights_arena, backend.buffers_arena, backend.scratch_arena):
         arena.release()
     return "done"
