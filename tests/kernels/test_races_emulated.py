@@ -159,7 +159,7 @@ BROKEN_ROWS = {
     "a unit too few is waited for": ("row_ring.cuh", ("copy_async_wait<UNITS - 1>", "copy_async_wait<UNITS>")),
 }
 BROKEN_LEFT_ROWS = {
-    "what sums are multiplied by is read before it is there": ("m.inverse, m.lost);\n    __syncthreads();", "m.inverse, m.lost);"),
+    "what sums are multiplied by is read before it is there": ("m.inverse, m.lost);\n      }\n    __syncthreads();", "m.inverse, m.lost);\n      }"),
     "the second try begins before all have seen that there is one": ("        __threadfence();\n        __syncthreads();\n        --round", "        __threadfence();\n        --round"),
 }
 BROKEN_ATTEND = {
