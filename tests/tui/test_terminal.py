@@ -135,7 +135,7 @@ async def test_kill_9_in_an_answer_keeps_history_terminal_and_daemon(terminal, d
     async with daemon_of("idle") as daemon:
         daemon.script = lambda body: [step for count in range(10_000) for step in (f"w{count} ", 0.02)]
         await terminal.type(f"{sys.executable} -m q27app --connect {daemon.url}; echo code $?", "Enter")
-        await terminal.shows("1 card")
+        await terminal.shows("ready ·")   # the daemon's word: there is a connection to ask through
         await terminal.type("c")
         await terminal.shows("Ask something")
         await terminal.type("go", "Enter")
