@@ -126,8 +126,7 @@ class CudaState:
         out = np.empty((len(blocks), self.block_bytes), np.uint8)
         for start, stop in _runs(blocks):
             self.block(blocks[stop - 1])
-            found = self._device.download(self.block(blocks[start]), (stop - start) * self.block_bytes)
-            out[start:stop] = found.reshape(stop - start, self.block_bytes)
+            self._device.download(self.block(blocks[start]), (stop - start) * self.block_bytes, out[start:stop].reshape(-1))
         return out
 
     def import_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:

@@ -58,7 +58,9 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> int: ...
     def release(self, address: int) -> None: ...
     def upload(self, address: int, data: np.ndarray) -> None: ...
-    def download(self, address: int, nbytes: int) -> np.ndarray: ...
+    def download(self, address: int, nbytes: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Waits. uint8 [nbytes]; out: memory for it, contiguous."""
+        ...
     def copy(self, target: int, source: int, nbytes: int) -> None: ...
     def fill(self, address: int, nbytes: int) -> None:
         """Zeros."""
@@ -189,8 +191,8 @@ class CudaDevice:
         self._host_arrays.append(array)
         return int(array.base.get_device_pointer())
 
-    def download(self, address: int, nbytes: int) -> np.ndarray:
-        out = np.empty(nbytes, np.uint8)
+    def download(self, address: int, nbytes: int, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(nbytes, np.uint8) if out is None else out
         self._staging.download(self, address, out)
         return out
 

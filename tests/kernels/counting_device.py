@@ -53,9 +53,11 @@ class CountingDevice(ImmediateDevice):
 
     def upload(self, address: int, data: np.ndarray) -> None: ...
 
-    def download(self, address: int, nbytes: int) -> np.ndarray:
+    def download(self, address: int, nbytes: int, out: np.ndarray | None = None) -> np.ndarray:
         self.synchronize()
-        return np.resize(np.array([1], np.int32).view(np.uint8), nbytes)
+        out = np.empty(nbytes, np.uint8) if out is None else out
+        out[:] = np.resize(np.array([1], np.int32).view(np.uint8), nbytes)
+        return out
 
     def copy(self, target: int, source: int, nbytes: int) -> None: ...
 

@@ -28,9 +28,9 @@ class MarkingDevice(CountingDevice):
         super().launch(function, grid, block, shared, args, dependent)
         self.launches.append(function)
 
-    def download(self, address, nbytes):
+    def download(self, address, nbytes, out=None):
         self.num_downloads += 1
-        return super().download(address, nbytes)
+        return super().download(address, nbytes, out)
 
     def mark(self) -> int:
         self.open.append(len(self.launches))

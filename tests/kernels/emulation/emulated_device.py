@@ -97,8 +97,9 @@ class EmulatedDevice(ImmediateDevice):
     def host_memory(self, nbytes: int) -> int:
         return self.allocate(nbytes)
 
-    def download(self, address: int, nbytes: int) -> np.ndarray:
-        out = np.empty(nbytes, np.uint8)
+    def download(self, address: int, nbytes: int, out: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(nbytes, np.uint8) if out is None else out
+        assert out.nbytes == nbytes and out.flags.c_contiguous
         ctypes.memmove(out.ctypes.data, address, nbytes)
         return out
 
