@@ -236,7 +236,7 @@ def _load(
     phases.end("kernels and state")
     blocks, slots, drafter = BlockPool(plan.num_blocks), SlotPool(plan.num_slots), _drafter(config, model, state, geometry)
     cache = _cache(config, cache_plan, container, model, state, plan, blocks, drafter) if config.cache else None
-    warm_up = _warm_up(model, state, slots, blocks, drafter)
+    warm_up = _warm_up(model, state, slots, blocks, drafter, plan.max_context)
     phases.end("cache")
     checksums = _make_ready(config, model, warm_up, cache, phases)
 
@@ -312,10 +312,10 @@ def _cache(
     return open_cache(cache_plan, state, blocks, slots, config.cache_dir, config.cache_disk_bytes, fingerprint)
 
 
-def _warm_up(model: Any, state: State, slots: SlotPool, blocks: BlockPool, drafter: Drafts | None) -> WarmUp:
+def _warm_up(model: Any, state: State, slots: SlotPool, blocks: BlockPool, drafter: Drafts | None, window: int) -> WarmUp:
     if drafter is None:
-        return WarmUp(model, state, slots, blocks, 0, False, PassPrices())
-    return WarmUp(model, state, slots, blocks, drafter.cap, drafter.needs_mtp, drafter.prices)
+        return WarmUp(model, state, slots, blocks, 0, False, PassPrices(), window)
+    return WarmUp(model, state, slots, blocks, drafter.cap, drafter.needs_mtp, drafter.prices, window)
 
 
 def _drafter(config: EngineConfig, model: Any, state: State, geometry: ModelConfig) -> Drafts | None:

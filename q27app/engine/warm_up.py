@@ -1,6 +1,6 @@
 """Every usual shape of a pass is run, recorded and timed while nobody waits, so that no request waits for a recording, for a kernel
-that is loaded at its first use, and the depth of drafts is chosen by measured prices from the first step on. Contexts are short here: a
-shape that launches otherwise in a deep one (`Backend.depth_group`) is recorded anew when it first comes.
+that is loaded at its first use, and the depth of drafts is chosen by measured prices from the first step on. Contexts are short here, but
+for the likeliest shapes that launch otherwise in a deep one (`Backend.depth_group`): they are run there too.
 
 Likely shapes come first; a step is one shape, some 30 ms on a card. Owned by the engine thread.
 """
@@ -36,9 +36,11 @@ STEPS = 4
 """Draft steps of a chain that is timed."""
 SAMPLERS = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.9))
 """A greedy row, and one that runs every kernel of a draw."""
+MOST_RECORDED = 1 + len(SAMPLERS)
+"""Recordings of a shape: a pass, and chains behind it."""
 
-Shape = tuple[Literal["prefill", "rows", "draft"], tuple[int, ...]]
-"""What is run, and the rows of each sequence."""
+Shape = tuple[Literal["prefill", "rows", "deep", "draft"], tuple[int, ...]]
+"""What is run, and the rows of each sequence. deep: rows at the window's end."""
 
 
 def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: int = PREFILLS[-1]) -> list[Shape]:
@@ -54,6 +56,7 @@ def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: in
     num_usual = sum(depth in USUAL_DEPTHS for depth in depths)
     shapes += [("rows", (1 + depth,)) for depth in depths[:num_usual]]
     shapes += [("prefill", (rows,)) for rows in PREFILLS if rows <= most_rows for _ in range(1 + (rows > PREFILLS[0]))]
+    shapes += [("deep", (1 + depth,)) for depth in depths[:num_usual]]
     shapes += [("rows", (1 + depth,)) for depth in depths[num_usual:]]
     for together in range(2, count + 1):
         shapes += [("rows", (1,) * together)] + ([("draft", (1,) * together)] if drafts_mtp else [])
@@ -65,11 +68,11 @@ def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: in
 
 class WarmUp:
     """The shapes of a loaded model that are still to be run. model: `model.forward.Model`. slots, blocks: those of requests,
-    borrowed for a step; blocks of kept states are never touched."""
+    borrowed for a step; blocks of kept states are never touched. window: most tokens of a request."""
 
     def __init__(self, model: Any, state: State, slots: SlotPool, blocks: BlockPool, max_draft: int, drafts_mtp: bool,
-                 prices: PassPrices) -> None:
-        self._model, self._state, self._slots, self._blocks = model, state, slots, blocks
+                 prices: PassPrices, window: int = 0) -> None:
+        self._model, self._state, self._slots, self._blocks, self._window = model, state, slots, blocks, window
         self._drafts_mtp, self._prices = drafts_mtp, prices
         self._ahead: tuple[int, float] | None = None
         """Steps and milliseconds of the first chain behind a pass, of one sequence."""
@@ -88,7 +91,12 @@ class WarmUp:
         return len(self._shapes)
 
     def step(self) -> None:
-        """Run the next shape, if slots and blocks for it are free; else it is given up. Nobody waits for anything."""
+        """Run the next shape, if slots and blocks for it are free; else it is given up, and so are all where a recording would take the
+        place of a likelier one's. Nobody waits for anything."""
+        replays = self._model.replays
+        if replays.limit and len(replays) + MOST_RECORDED > replays.limit:
+            self._shapes.clear()
+            return
         kind, lengths = self._shapes.popleft()
         reach = max(lengths) + (STEPS if kind == "draft" else 0)
         width = blocks_of(1 + reach)
@@ -100,8 +108,7 @@ class WarmUp:
         try:
             for slot in slots:
                 self._state.clear_slot(slot)
-            self._run(kind, lengths, slots, blocks.reshape(len(lengths), width))
-            self.num_run += 1
+            self.num_run += self._run(kind, lengths, slots, blocks.reshape(len(lengths), width))
             for slot in slots:
                 self._state.clear_slot(slot)
         except OutOfMemory:
@@ -111,8 +118,11 @@ class WarmUp:
                 self._slots.release(slot)
             self._blocks.release(blocks)
 
-    def _run(self, kind: str, lengths: tuple[int, ...], slots: list[int], tables: np.ndarray) -> None:
+    def _run(self, kind: str, lengths: tuple[int, ...], slots: list[int], tables: np.ndarray) -> bool:
+        """Whether there was anything to run."""
         is_alone = len(lengths) == 1
+        if kind == "deep":
+            return self._run_deep(lengths, slots, tables)
         if kind == "draft":
             draws = sampling_rows([LogitRow(SamplingParams(), 2)] * len(lengths), self._model.config.vocab_size)
             limits = np.full(len(lengths), STEPS, np.int32)
@@ -120,7 +130,7 @@ class WarmUp:
             ms = _timed(lambda: self._model.draft_chain(batch, self._state, True, STEPS, draws, limits, self._is_narrow)) / STEPS
             if is_alone:
                 self._prices.record_step(ms)
-            return
+            return True
         phase: Phase = "prefill" if kind == "prefill" else "verify" if max(lengths) > 1 else "decode"
         batch = _batch(phase, lengths, slots, tables)
         if phase == "prefill":
@@ -133,6 +143,22 @@ class WarmUp:
                 self._prices.record_pass(batch.num_rows, ms)
             if self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
                 self._run_ahead(batch)
+        return True
+
+    def _run_deep(self, lengths: tuple[int, ...], slots: list[int], tables: np.ndarray) -> bool:
+        """A pass at the window's end, if it launches otherwise there: plainly, then recorded. All blocks of a sequence are one, for
+        what it attends is of no account, nor is its price one of most passes."""
+        whole = np.repeat(tables[:, :1], blocks_of(self._window), axis=1)
+        start, backend = self._window - max(lengths), self._model.backend
+        if start <= 1:
+            return False
+        batch = _batch("verify", lengths, slots, whole, start)
+        backend.begin(batch, self._state)
+        if backend.depth_group(batch) == backend.depth_group(_batch("verify", lengths, slots, whole)):
+            return False
+        for _ in range(2):
+            self._forward(batch)
+        return True
 
     def _run_ahead(self, batch: Batch) -> None:
         """Chains behind a pass, as many steps as its drafts. What a step more takes is the price of one."""
@@ -172,10 +198,10 @@ def _timed(run: Callable[[], Any]) -> float:
     return (time.monotonic() - started) * 1e3
 
 
-def _batch(phase: Phase, lengths: Seq[int], slots: list[int], tables: np.ndarray) -> Batch:
-    """Sequences in these slots, tables int32 [sequences, blocks] their blocks; rows from position 1, for nobody decodes at 0, a
+def _batch(phase: Phase, lengths: Seq[int], slots: list[int], tables: np.ndarray, start: int = 1) -> Batch:
+    """Sequences in these slots, tables int32 [sequences, blocks] their blocks; rows from position `start`, for nobody decodes at 0, a
     prefill from 0."""
-    rows, start = sum(lengths), int(phase != "prefill")
+    rows, start = sum(lengths), start if phase != "prefill" else 0
     return Batch(
         phase=phase,
         tokens=np.zeros(rows, np.int32),

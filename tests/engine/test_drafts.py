@@ -12,9 +12,6 @@ from q27app.chat.guide import Decision
 from q27app.engine.depth import EXPLORE, DepthControl, PassPrices
 from q27app.engine.loading import EngineConfig, check_config, open_model
 from q27app.engine.request import FinishReason, Request, SamplingParams
-from q27app.engine.status import Meter
-from q27app.engine.stepper import Stepper
-from q27app.engine.warm_up import WarmUp
 from q27app.errors import UsageError
 from q27app.model.mtp import rare_ids
 from q27app.paths import demo_model
@@ -337,42 +334,3 @@ def test_the_smaller_head_decides_only_when_asked(fast, tmp_path_factory):
     answer = desk.submit(Request("r", (100, 101, 102), SamplingParams(max_tokens=12)))
     desk.run()
     assert answer.tokens == list(range(103, 115)) and answer.last.stats.num_accepted
-
-
-def test_warming_up_records_shapes_learns_prices_and_leaves_the_slots_empty(dense):
-    desk, fresh = desk_of(dense, "auto", cap=3), desk_of(dense, "auto", cap=3)
-    loaded = desk.loaded
-    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 3, True, loaded.drafter.prices)
-    while warm.has_work:
-        warm.step()
-        desk.stepper._scheduler.check()
-    prices = loaded.drafter.prices.to_dict()
-    assert set(prices["pass_ms"]) == {"1", "2", "3", "4"} and prices["step_ms"] > 0
-    num_fresh = loaded.model.num_fresh
-    assert len(loaded.model.replays) == num_fresh / 2 == 4 + 1 + 3 + 4, "rows alone, together, with drafts; first and further steps"
-    assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
-    assert tell(desk) == tell(fresh)
-
-
-def test_a_shape_is_given_up_where_its_slots_are_taken(dense):
-    desk = desk_of(dense, "off")
-    loaded = desk.loaded
-    taken = loaded.slots.allocate()
-    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 0, False, PassPrices())
-    while warm.has_work:
-        warm.step()
-    assert len(loaded.model.replays) == 1 and loaded.slots.num_free == 1
-    assert loaded.blocks.num_free == loaded.blocks.num_blocks
-    loaded.slots.release(taken)
-
-
-def test_a_card_warms_up_while_nobody_waits(dense):
-    desk = desk_of(dense, "off")
-    loaded = desk.loaded
-    loaded.warm_up = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 0, False, PassPrices())
-    stepper = Stepper(loaded, Meter(), lambda sequence: None, checks_pools=True)
-    while stepper.has_spare_work:
-        assert not stepper.has_work
-        stepper.step()
-    assert len(loaded.model.replays) == 2
-    assert set(stepper._scheduler.pace._ms) == {1, 2, 4}, "prices of the prefills that a pass holds"

@@ -8,7 +8,16 @@ import pytest
 
 from q27app.engine import warm_up
 from q27app.engine.depth import PassPrices
+from q27app.engine.status import Meter
+from q27app.engine.stepper import Stepper
 from q27app.engine.warm_up import WarmUp, usual_shapes
+from q27app.weights.synthetic import synthesize
+from tests.engine.test_drafts import desk_of, tell
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return synthesize(tmp_path_factory.mktemp("dense") / "dense.q27", wiring="dense")
 
 
 def test_the_likeliest_shapes_come_first_and_none_is_missing():
@@ -34,3 +43,77 @@ def test_the_price_of_a_draft_step_is_what_longer_and_shorter_chains_differ_by(m
     for depth in depths:
         warm._run_ahead(SimpleNamespace(num_seqs=1, num_rows=1 + depth))
     assert abs(prices.step_ms - price) < 1e-6
+
+
+def test_warming_up_records_shapes_learns_prices_and_leaves_the_slots_empty(dense):
+    desk, fresh = desk_of(dense, "auto", cap=3), desk_of(dense, "auto", cap=3)
+    loaded = desk.loaded
+    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 3, True, loaded.drafter.prices)
+    while warm.has_work:
+        warm.step()
+        desk.stepper._scheduler.check()
+    prices = loaded.drafter.prices.to_dict()
+    assert set(prices["pass_ms"]) == {"1", "2", "3", "4"} and prices["step_ms"] > 0
+    num_fresh = loaded.model.num_fresh
+    assert len(loaded.model.replays) == num_fresh / 2 == 4 + 1 + 3 + 4, "rows alone, together, with drafts; first and further steps"
+    assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
+    assert tell(desk) == tell(fresh)
+
+
+@pytest.mark.parametrize("window, differs, num_deep", [(4096, True, 3), (4096, False, 0), (3, True, 0), (0, True, 0)])
+def test_shapes_that_launch_otherwise_at_depth_are_recorded_there_too(dense, monkeypatch, window, differs, num_deep):
+    desk, fresh = desk_of(dense, "auto", cap=3), desk_of(dense, "auto", cap=3)
+    loaded = desk.loaded
+    monkeypatch.setattr(loaded.model.backend, "depth_group", lambda batch: int(differs and int(batch.positions[-1]) > 1000))
+    prices = PassPrices()
+    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 3, True, prices, window)
+    num_shapes = warm.num_left
+    while warm.has_work:
+        told = prices.to_dict()["pass_ms"] if warm._shapes[0][0] == "deep" else None
+        warm.step()
+        desk.stepper._scheduler.check()
+        assert told is None or told == prices.to_dict()["pass_ms"], "a price of few passes"
+    deep = [key for key in loaded.model.replays._recorded if key[-1] == 1 and "verify" in key]
+    assert sorted(key[3] for key in deep) == [2, 3, 4][:num_deep] and warm.num_run == num_shapes - 3 + num_deep
+    assert loaded.model.num_fresh == 2 * len(loaded.model.replays) == 2 * (12 + num_deep), "each has run plainly and is recorded"
+    assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
+    assert loaded.blocks.num_free == loaded.blocks.num_blocks and tell(desk) == tell(fresh)
+
+
+def test_no_shape_takes_the_place_of_a_likelier_one(dense):
+    loaded = desk_of(dense, "auto", cap=3).loaded
+    all_of_it = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 3, True, PassPrices())
+    while all_of_it.has_work:
+        all_of_it.step()
+    recorded = list(loaded.model.replays._recorded)
+    loaded.model.replays.clear()
+    loaded.model.replays.limit = 7
+    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 3, True, PassPrices())
+    while warm.has_work:
+        warm.step()
+    found = list(loaded.model.replays._recorded)
+    assert found == recorded[:len(found)] and 5 <= len(found) <= 7 and warm.num_left == 0
+
+
+def test_a_shape_is_given_up_where_its_slots_are_taken(dense):
+    desk = desk_of(dense, "off")
+    loaded = desk.loaded
+    taken = loaded.slots.allocate()
+    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 0, False, PassPrices())
+    while warm.has_work:
+        warm.step()
+    assert len(loaded.model.replays) == 1 and loaded.slots.num_free == 1
+    assert loaded.blocks.num_free == loaded.blocks.num_blocks
+    loaded.slots.release(taken)
+
+
+def test_a_card_warms_up_while_nobody_waits(dense):
+    desk = desk_of(dense, "off")
+    loaded = desk.loaded
+    loaded.warm_up = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 0, False, PassPrices())
+    stepper = Stepper(loaded, Meter(), lambda sequence: None, checks_pools=True)
+    while stepper.has_spare_work:
+        assert not stepper.has_work
+        stepper.step()
+    assert len(loaded.model.replays) == 2
+    assert set(stepper._scheduler.pace._ms) == {1, 2, 4}, "prices of the prefills that a pass holds"

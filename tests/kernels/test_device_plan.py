@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -133,3 +134,14 @@ def test_the_likeliest_shapes_run_before_a_card_is_ready_as_long_as_that_takes_l
         patch.setattr(Engine, "_install", lambda self, loaded: asked.append(loaded.warm_up.has_work))
         served(context=4096, slots=2)
     assert asked[-1] is waits and len(asked) > 1 - waits
+
+
+@pytest.mark.parametrize(("card", "num_deep"), [("wide", 3), ("narrow", 0)])
+def test_where_a_pass_launches_otherwise_at_depth_it_is_recorded_before_anybody_asks(served, monkeypatch, card, num_deep):
+    """With few multiprocessors a window of 65,536 is deep."""
+    monkeypatch.setitem(CARDS, card, replace(CARDS[card], num_sms=16))
+    engine, _ = served(card, "q4s", "512x4", context=65536, slots=1, kv_format="fp8" if card == "wide" else "fp16", draft="mtp", max_draft=3, warm_up=True)
+    replays = engine._loaded.model.replays
+    found = [key for key in replays._recorded if "verify" in key]
+    assert sorted((key[3], key[-1]) for key in found) == sorted((rows, depth) for rows in (2, 3, 4) for depth in range(1 + bool(num_deep)))
+    assert all(replays._recorded.values()) and sum(key[-1] for key in found) == num_deep
