@@ -72,6 +72,11 @@ class Batch:
         return len(self.slots)
 
     @property
+    def is_single(self) -> bool:
+        """One row of each sequence."""
+        return self.num_rows == self.num_seqs
+
+    @property
     def is_in_flight(self) -> bool:
         """Some tokens are known to the device alone."""
         return bool((self.tokens < 0).any())

@@ -13,7 +13,7 @@ from q27app.kernels.memory import CudaBuffer
 ATTEND_ROWS = 16
 """Rows of one launch of the split attention; its scratch is sized for them."""
 COUNTERS = 64
-"""Launches of a stage that can count their items (kv_format.cuh)."""
+"""Launches of a stage that can count their items."""
 ITEM_ROWS = (1, 4, 8, 16)
 """Most rows of an item, by kernel: attend_decode_1 and so on."""
 FEW_BLOCKS = {"warps": 2, "warpgroups": 3}
@@ -143,11 +143,11 @@ class Attention:
         geometry, group = state.geometry, state.geometry.num_heads // state.geometry.num_kv_heads
         return (batch.phase != "prefill" and state.form.name == "fp8" and batch.num_seqs <= OWN_SEQS and batch.num_rows <= ATTEND_ROWS
                 and decode_by_warpgroups(backend.device.card, state.form, geometry.head_dim, group)
-                and (batch.num_rows == batch.num_seqs or (geometry.head_dim, geometry.rotary_dim, group % 2) == MAKER_HEADS))
+                and (batch.is_single or (geometry.head_dim, geometry.rotary_dim, group % 2) == MAKER_HEADS))
 
     def is_deep(self, batch: Batch) -> bool:
         """Whether several rows of a sequence have more items of MAKER_ROWS rows than blocks."""
-        if batch.num_rows == batch.num_seqs or not self._makes(batch):
+        if batch.is_single or not self._makes(batch):
             return False
         card, starts = self._backend.device.card, batch.row_starts
         defines, lengths = card.attend_defines(), np.diff(starts)
@@ -160,7 +160,7 @@ class Attention:
         batch = self._backend.batch
         if not self._makes(batch) or self.is_deep(batch):
             return None
-        return ("attend_decode_own", 1) if batch.num_rows == batch.num_seqs else ("attend_decode_make", MAKER_ROWS)
+        return ("attend_decode_own", 1) if batch.is_single else ("attend_decode_make", MAKER_ROWS)
 
     def _blocks(self, item_rows: int, shared: int) -> int:
         """Blocks of attend_decode a multiprocessor."""

@@ -75,11 +75,6 @@ def delta_forms(dim: int) -> dict[str, DeltaForm]:
             "delta_many": DeltaForm(32, 2), "delta_fold": DeltaForm(dim // 4 if dim >= 128 else dim, 1)}
 
 
-def _is_single(batch: Batch) -> bool:
-    """One row of each sequence."""
-    return batch.num_rows == batch.num_seqs and bool((np.diff(batch.row_starts) == 1).all())
-
-
 class Mixers:
     """delta and commit of a backend."""
 
@@ -90,7 +85,7 @@ class Mixers:
     def _flows(self, batch: Batch) -> bool:
         """Whether a pass goes through delta_flow."""
         return (batch.phase == "decode" and not batch.deferred and batch.num_seqs >= FLOW_SEQS and "delta_flow" in self._backend.defines
-                and _is_single(batch))
+                and batch.is_single)
 
     def begin(self, batch: Batch, state: CudaState) -> np.ndarray | None:
         """Before a pass is put on the device: what delta_flow is told of the rows that states lack; for other kernels they lack none from now on."""
@@ -136,8 +131,7 @@ class Mixers:
                 raise Q27Error(f"{batch.num_rows} deferred rows, the state was allocated for {state.max_record_rows}.")
             args.record = state.record + layer.delta_index * state.max_record_rows * state.record_row * 4
         dim = geometry.delta_head_dim
-        is_single = _is_single(batch)
-        if not is_single:
+        if not batch.is_single:
             kernel = "delta_step" if batch.num_seqs == 1 else "delta_steps"
         else:
             kernel = "delta_many" if batch.num_seqs >= MANY_SEQS else "delta_one"
@@ -155,10 +149,10 @@ class Mixers:
             if grid[0] * grid[1] <= backend.device.card.num_sms:
                 shared = backend.device.card.sm_shared // 2   # not used, but one is then alone on a multiprocessor, where two would wait for each other
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_BYTES)
-        elif not is_single and left is not None:
+        elif not batch.is_single and left is not None:
             args.ahead, args.ahead_bytes = layer.output.address, min(layer.output.nbytes, AHEAD_OF_ROWS)
         backend.launch("delta_step", kernel, grid, form.threads(dim), shared, args)
-        if not batch.deferred and not is_single:
+        if not batch.deferred and not batch.is_single:
             backend.launch("delta_step", "delta_window", (-(-state.channels // 256), batch.num_seqs), 256, 0, args)
 
     def take_gated(self, o: CudaBuffer) -> Gated | None:

@@ -26,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(256) attend_rows(const __grid_const
   const RowPlace to(p, seq, row);   // like the weights nothing that an earlier kernel makes
   const NormWeights norm(task < NUM_KV_HEADS ? p.k_norm : p.q_norm);
   wait_for_earlier();
-  if (row == 0 && blockIdx.y == 0 && threadIdx.x < COUNTERS && p.counter) p.counter[threadIdx.x] = 0;
   if (task < NUM_KV_HEADS) {
     write_key(p, to, norm, row, task, work[warp]);
   } else if (task < 2 * NUM_KV_HEADS) {

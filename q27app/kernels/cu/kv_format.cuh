@@ -41,14 +41,13 @@ struct Attend {
   uint16_t* q_half;           // [rows, heads, HEAD_DIM] fp16; null: only keys and values are wanted
   float* q_factor;            // [rows, heads]
   float* out;                 // [rows, out_stride]
-  int* counter;               // [COUNTERS] items of the split attention that blocks have taken, one a launch; attend_merge sets it back
+  int* counter;               // items of this launch of attend_decode that its blocks have taken; its attend_merge sets it back
   long long block_bytes, layer_offset;
   int num_seqs, rows, y_stride, out_stride, max_blocks, first_position, max_splits;
   float eps;
   Ready ready;                // where rows are left in place of out, and which of its rows is row 0
   int ready_row;
 };
-constexpr int COUNTERS = 64;
 
 // A layer's part of the block that holds `position`: keys, and its values lie KV_VALUES bytes on.
 __device__ __forceinline__ unsigned char* kv_block(const Attend& p, int seq, int position) {
