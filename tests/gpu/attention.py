@@ -1,7 +1,7 @@
-"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [deep[=FORMAT]] [speed] [forced]`.
+"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [behind] [deep[=FORMAT]] [speed] [forced]`.
 
 codes: heads written by the device have the bytes of the NumPy codec; 25,000 rows are 200,000 heads, codes=131072 a million. errors: the 27B's heads against NumPy over the
-same cache, and a row's bits in groups of every size. speed: microseconds a layer, from graphs over 16 layers; the cache is
+same cache, and a row's bits in groups of every size. behind: one row of each sequence right behind eight of one. speed: microseconds a layer, from graphs over 16 layers; the cache is
 filled through the codec's writer. forced: errors and speed as on a card of compute capability 8.6.
 """
 
@@ -17,7 +17,7 @@ from q27app.kernels.kv_formats import kv_format
 from tests.gpu.big import timed
 from tests.gpu.checks import attempt, finish, limited, line, open_device
 from tests.kernels.attend_checks import AttendBench, check_attend, check_codes, fill
-from tests.kernels.made import begin_alone
+from tests.kernels.made import begin_alone, make_batch, relative_error
 from tests.model.geometry import config_27b
 
 CONFIG = replace(config_27b(), intermediate_size=256, vocab_size=2048)
@@ -57,6 +57,36 @@ def deep(device, only: str = "fp8") -> None:
         fill(bench, 262_128)
         return limited(check_attend(bench, 262_128, (16, 1, 8), compared=2), TOLERANCE)
     attempt(f"262,144 positions, {only}", check)
+
+
+def behind(device) -> None:
+    """A row of one sequence and of each of four, where there are more items than blocks: each item is taken once, whatever the pass before took."""
+    for name in formats(device):
+        def check(name=name):
+            bench, random = AttendBench(device, CONFIG, name, 1024, 1, 1024), np.random.default_rng(7)
+            fill(bench, 60_000)
+            y, others = random.standard_normal((2, 8, bench.width)).astype(np.float32)
+            tables = [[*range(78), 1000 + seq] for seq in range(4)]
+
+            def run(rows, tables):
+                bench.put(rows)
+                begin_alone(bench.backend, make_batch("verify", [[0]] * len(rows), [78 * 64] * len(rows), [0] * len(rows), tables), bench.state)
+                out = bench.out.rows(len(rows))
+                bench.backend.attend(bench.y.rows(len(rows)), bench.layer[0], out)
+                return bench.backend.download(out)
+
+            alone = bench.run("verify", y[:1], 60_000)
+            found = limited(relative_error(alone, bench.expected("verify", y[:1], 60_000)), TOLERANCE)
+            each = np.concatenate([run(y[seq:seq + 1], tables[seq:seq + 1]) for seq in range(4)])
+            for before in (8, 8, 1, 16):
+                bench.run("verify", np.concatenate([others, others])[:before], 60_000)
+                if not np.array_equal(bench.run("verify", y[:1], 60_000), alone):
+                    raise AssertionError(f"one row at 60,000 is another one behind {before} rows")
+                bench.run("verify", np.concatenate([others, others])[:before], 60_000)
+                if not np.array_equal(run(y[:4], tables), each):
+                    raise AssertionError(f"four sequences' rows at {78 * 64} are others behind {before} rows")
+            return found + ", the same bits behind 1, 8 and 16 rows"
+        attempt(f"behind {name}", check)
 
 
 DEPTHS = (10, 2000, 32_000, 131_072, 240_000, 262_128)
@@ -101,7 +131,7 @@ def forced(device) -> None:
 
 def main(names: list[str]) -> int:
     device = open_device()
-    parts = {"codes": codes, "errors": errors, "deep": deep, "speed": speed, "forced": forced}
+    parts = {"codes": codes, "errors": errors, "behind": behind, "deep": deep, "speed": speed, "forced": forced}
     for name in names or [name for name in parts if name != "deep"]:
         part, _, value = name.partition("=")
         attempt(name, lambda part=part, value=value: parts[part](device, *([int(value) if value.isdigit() else value] if value else [])) or "done")

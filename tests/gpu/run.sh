@@ -3,7 +3,7 @@
 # Usage: tests/gpu/run.sh [PART ...]
 #   stages follow models sanitized   kernels and small models against NumPy        golden    the oracle's checkpoints (Q27APP_SHARED)
 #   dense layers resume       full width, all 64 layers (GPU_REFERENCE), prompts resumed anywhere
-#   chain played daemon       the 27B through engine and daemon (GPU_MODELS: folder with q4s.q27; made there if it is absent)
+#   chain played daemon       the 27B through engine and daemon (GPU_MODELS: folder with q4s.q27, for chain with GPU_TIER's; made there if it is absent)
 #   steps refusals            1,000 steps, repeated starts, sticky errors   memcheck racecheck   under compute-sanitizer
 #   decode speed prefill      figures, stage by stage                       streams prompts   many answers at once, whole prompts, over HTTP and without (if named)
 cd "$(dirname "$0")/../.." || exit 1
@@ -15,7 +15,8 @@ for part in "$@"; do
   echo "== $part"
   case "$part" in
     chain | played | daemon | refusals | layers | streams | prompts)
-      [ -f "$GPU_MODELS/q4s.q27" ] || { mkdir -p "$GPU_MODELS" && "$python" -m q27app synth "$GPU_MODELS/q4s.q27" --size 27b --tier q4s --accept 0.85; } ;;
+      tier=q4s; [ "$part" != chain ] || tier="${GPU_TIER:-q4s}"
+      [ -f "$GPU_MODELS/$tier.q27" ] || { mkdir -p "$GPU_MODELS" && "$python" -m q27app synth "$GPU_MODELS/$tier.q27" --size 27b --tier "$tier" --accept 0.85; } ;;
   esac
   case "$part" in
     memcheck | racecheck) compute-sanitizer --tool "$part" --error-exitcode 9 --print-limit 20 "$python" -m tests.gpu.checks sanitized ;;
