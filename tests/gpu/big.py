@@ -12,6 +12,7 @@ from q27app.kernels.batch import SamplingRows
 from q27app.bench.kernels import stages
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.cuda_weights import CudaWeight
+from q27app.kernels.peaks import measure_peaks
 from q27app.model.forward import Model
 from q27app.model.weights import AttentionLayer, DeltaLayer, ModelWeights, bind_weights, expected_shapes
 from q27app.weights.container import Tensor
@@ -103,6 +104,7 @@ PASSES = ((1, 10), (2, 10), (8, 10), (16, 10), (1, 32000), (8, 32000))
 
 def decode_speed(device, line, kv_format: str, passes) -> str:
     """Decode alone, then its stages at 1 row: short enough to compare two builds in one call."""
+    line("reads its memory at", f"{measure_peaks(device).gb_per_s:.0f} GB/s")
     model = build(device, 64)
     backend = model.backend
     state = model.allocate_state(kv_format, 2, 64 if kv_format == "fp16" else 640, 16)

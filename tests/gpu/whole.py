@@ -90,14 +90,17 @@ def open_engine(path: Path, **options) -> tuple[Engine, float]:
     return engine, seconds
 
 
-def answer(engine: Engine, prompt, count: int, name: str = "r", **params):
-    """(tokens, final event) of one request."""
+def answer(engine: Engine, prompt, count: int, name: str = "r", times: list[float] | None = None, **params):
+    """(tokens, final event) of one request. times: when each event came."""
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    engine.submit(Request(name, tuple(prompt), SamplingParams(max_tokens=count, ignore_eos=True, **params)), inbox.put)
+    engine.submit(Request(name, tuple(prompt), SamplingParams(max_tokens=count, ignore_eos=True, **params)),
+                  lambda event: inbox.put((time.perf_counter(), event)))
     tokens: list[int] = []
     while True:
-        event = inbox.get(timeout=120)
+        moment, event = inbox.get(timeout=120)
         tokens += event.tokens
+        if times is not None:
+            times.append(moment)
         if event.finish is not None:
             if event.finish is FinishReason.ERROR:
                 raise event.error
@@ -110,13 +113,16 @@ def chain_of(path: Path, kv: str, draft: str = "off", **options) -> str:
     engine, seconds = open_engine(path, kv_format=kv, draft=draft, **options)
     try:
         ready = used_mib()
-        tokens, event = answer(engine, PROMPT, CHAIN)
+        times: list[float] = []
+        tokens, event = answer(engine, PROMPT, CHAIN, times=times)
+        gaps = 1e3 * np.diff(times)
         expected = [PROMPT[-1] + 1 + i for i in range(CHAIN)]
         wrong = next((i for i, (a, b) in enumerate(zip(tokens, expected)) if a != b), None)
         stats, after = event.stats, used_mib()
         _, long = answer(engine, (1000 + i % 1000 for i in range(2048)), 2, "long")
         plan = engine.status().plan
         text = (f"ready {seconds:.1f} s, {path.stat().st_size / 1e9 / seconds:.2f} GB/s; decode {1000 * (len(tokens) - 1) / max(stats.decode_ms, 1e-9):.1f} tok/s in {stats.num_steps} steps"
+                f" (between them {np.median(gaps):.3f} ms in the median, {gaps.max():.1f} at most)"
                 f"; prefill of 2,048 {2048000 / long.stats.prefill_ms:.0f} tok/s; used MiB {before} -> {ready} -> {after} -> {used_mib()}; {taken(plan, before, ready)}"
                 f" (weights {plan['weights'] / 2**20:.0f}, scratch {plan['scratch'] / 2**20:.0f}, slots {plan['num_slots']} x {plan['slot_bytes'] / 2**20:.0f}, blocks {plan['num_blocks'] * plan['block_bytes'] / 2**20:.0f})")
         if wrong is not None or len(tokens) != CHAIN:
