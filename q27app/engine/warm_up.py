@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from q27app.engine.sampling import LogitRow, sampling_rows
 from q27app.engine.slot_pool import SlotPool
 from q27app.errors import OutOfMemory
 from q27app.kernels.backend import State
-from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Phase
+from q27app.kernels.batch import MAX_DECODE_ROWS, Batch, Phase, in_flight
 
 TIMES = 3
 """Runs of a shape: plainly, recorded, timed."""
@@ -143,7 +144,20 @@ class WarmUp:
                 self._prices.record_pass(batch.num_rows, ms)
             if self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
                 self._run_ahead(batch)
+            elif self._model.backend.is_ahead and phase == "decode":
+                self._run_behind(batch)
         return True
+
+    def _run_behind(self, batch: Batch) -> None:
+        """A pass started behind another one, whose draws are its tokens."""
+        backend, count = self._model.backend, batch.num_rows
+        draws = sampling_rows([LogitRow(SamplingParams(), 2)] * count, self._model.config.vocab_size)
+        behind = replace(batch, tokens=np.array([in_flight(row) for row in range(count)], np.int32))
+        backend.sample(self._model.forward(batch, self._state, self._drafts_mtp), draws)
+        backend.hold()
+        backend.sample(self._model.forward(behind, self._state, self._drafts_mtp), draws)
+        for _ in (batch, behind):
+            backend.result()
 
     def _run_deep(self, lengths: tuple[int, ...], slots: list[int], tables: np.ndarray) -> bool:
         """A pass at the window's end, if it launches otherwise there: plainly, then recorded. All blocks of a sequence are one, for

@@ -42,9 +42,9 @@ def served(monkeypatch, tmp_path):
         engine.close()
 
 
-def answer(engine: Engine, count: int):
+def answer(engine: Engine, count: int, num_prompt: int = 100, **params):
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    engine.submit(Request("r", tuple(range(1000, 1100)), SamplingParams(max_tokens=count, ignore_eos=True)), inbox.put)
+    engine.submit(Request("r", tuple(range(1000, 1000 + num_prompt)), SamplingParams(max_tokens=count, ignore_eos=True, **params)), inbox.put)
     while (event := inbox.get(timeout=120)).finish is None:
         pass
     return event
@@ -145,3 +145,23 @@ def test_where_a_pass_launches_otherwise_at_depth_it_is_recorded_before_anybody_
     found = [key for key in replays._recorded if "verify" in key]
     assert sorted((key[3], key[-1]) for key in found) == sorted((rows, depth) for rows in (2, 3, 4) for depth in range(1 + bool(num_deep)))
     assert all(replays._recorded.values()) and sum(key[-1] for key in found) == num_deep
+
+
+@pytest.mark.parametrize("draft", ["off", "auto"])
+def test_no_kernel_waits_for_the_first_request(served, monkeypatch, draft):
+    """A kernel is loaded where it is first launched. One that keeps a state on the way of a prompt is small and not among them."""
+    launch, known, fresh = CudaBackend.launch, set(), []
+
+    def watched(self, source, name, *args, **options):
+        if (source, name) not in known:
+            known.add((source, name))
+            fresh.append((source, name))
+        return launch(self, source, name, *args, **options)
+
+    monkeypatch.setattr(CudaBackend, "launch", watched)
+    engine, _ = served(context=4096, slots=1, draft=draft, warm_up=True)
+    assert ("sample", "sample_noise") in fresh and ("linear_rows" in dict(fresh))
+    fresh.clear()
+    for params in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
+        assert answer(engine, 40, 50, **params).finish is FinishReason.LENGTH
+    assert not fresh
