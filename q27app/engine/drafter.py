@@ -29,6 +29,11 @@ class Drafter(Protocol):
         """
         ...
 
+    def prompts_end(self, sequences: Seq[Sequence]) -> None:
+        """The last pass of these sequences' prompts has been queued: what is to be known of a prompt before its answer's first draft can be
+        looked up while the device runs."""
+        ...
+
     def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
         """A decode or verify pass of these sequences has been queued, one known row and drafted[i] drafts each. What can be begun
         now runs on the device while the host looks at the pass; see `Sequence.is_diverted` for where it was begun in vain."""

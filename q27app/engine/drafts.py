@@ -130,6 +130,10 @@ class Drafts:
             self._chains(sequences, limits, drafts)
         return drafts
 
+    def prompts_end(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences if self._uses_suffix else ():
+            index_of(sequence)
+
     def go_ahead(self, sequences: Seq[Sequence], drafted: Seq[int]) -> None:
         """The device is at work: begin the next chains, then do what nobody should wait for between two passes."""
         self._begin_chains(sequences, drafted)

@@ -151,6 +151,8 @@ class Stepper:
             if self._runner.is_ahead:
                 self._start_behind(work)
                 self._deliver()
+                if work.phase == "prefill" and self._drafter is not None:
+                    self._drafter.prompts_end([part.sequence for part in work.parts if part.draws and not part.is_void])
             drawn = self._runner.finish(running)
             vocab_size = self._scheduler.vocab_size
             cuts: list[Cut | None] = [cut_run(part.sequence, result.tokens, vocab_size)

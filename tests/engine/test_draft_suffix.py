@@ -15,6 +15,8 @@ from q27app.engine.draft_suffix import GRAM, MAX_COMPARED, SuffixIndex, index_of
 from q27app.engine.drafts import Drafts
 from q27app.engine.request import Request, SamplingParams
 from q27app.engine.sequence import Sequence
+from tests.engine.test_ahead import prompt_of
+from tests.engine.toy import Desk, expected_text
 
 
 def plain_length(tokens: list[int], limit: int = MAX_COMPARED) -> int:
@@ -90,6 +92,23 @@ def test_what_has_come_is_indexed_while_the_device_is_at_work(asked):
     assert asked == [15 + GRAM - 1]
     drafts.go_ahead([sequence], [15])
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("uses_suffix", [True, False])
+def test_a_prompt_is_indexed_while_the_device_reads_the_rest_of_it(monkeypatch, uses_suffix):
+    """A long one takes tens of milliseconds, for which its second token would wait."""
+    desk, events = Desk(slots=1, drafter=Drafts(None, uses_suffix, 5, PassPrices())), []
+    forward, backend, index = desk.model.forward, desk.model.backend, draft_suffix.SuffixIndex
+    result = backend.result
+    monkeypatch.setattr(desk.model, "forward", lambda batch, *rest: events.append(batch.phase) or forward(batch, *rest))
+    monkeypatch.setattr(backend, "result", lambda: events.append("result") or result())
+    monkeypatch.setattr(draft_suffix, "SuffixIndex", lambda tokens: events.append(len(tokens)) or index(tokens))
+    answer = desk.ask(prompt_of(150), 3)
+    desk.run()
+    assert answer.tokens == expected_text(prompt_of(150), 3)
+    first = events.index("result")
+    assert events[:first] == ["prefill"] * events.count("prefill") + [150] * uses_suffix
+    assert not any(isinstance(event, int) for event in events[first:])
 
 
 def test_tokens_that_continue_a_match_are_indexed_together(asked):

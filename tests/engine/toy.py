@@ -342,8 +342,8 @@ class ScriptedDrafter:
     def rests(self, sequences: Seq[Sequence]) -> bool:
         return len(sequences) == 16
 
+    def prompts_end(self, sequences: Seq[Sequence]) -> None: ...
     def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None: ...
-
     def passed(self, rows: int, ms: float) -> None: ...
 
     def to_dict(self) -> dict:

@@ -197,6 +197,8 @@ class Wrong:
         return [[(7 * sequence.num_computed + place) % self._vocab_size for place in range(min(limit, 5))]
                 for sequence, limit in zip(sequences, limits, strict=True)]
 
+    def prompts_end(self, sequences) -> None: ...
+
     def go_ahead(self, sequences, drafted) -> None: ...
 
     def rests(self, sequences) -> bool:
