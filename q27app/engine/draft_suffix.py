@@ -37,7 +37,7 @@ _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
 class SuffixIndex:
     """The tokens of one sequence and where their runs occurred before. Only `extend` changes it."""
 
-    def __init__(self, prompt: Seq[int]) -> None:
+    def __init__(self, prompt: Seq[int] | np.ndarray) -> None:
         self._size = len(prompt)
         self._tokens = np.empty(max(64, self._size + 64), np.int32)
         self._tokens[:self._size] = prompt
@@ -218,8 +218,8 @@ def index_of(sequence: Sequence) -> SuffixIndex | NoIndex:
     index = sequence.suffix_index
     try:
         if index is None:
-            index = sequence.suffix_index = SuffixIndex(sequence.tokens)
-        elif len(index) < len(sequence.tokens):
+            index = sequence.suffix_index = SuffixIndex(sequence.request.prompt_ids)
+        if len(index) < len(sequence.tokens):
             index.extend(sequence.tokens[len(index):])
     except MemoryError:
         index = _without(sequence)

@@ -28,7 +28,10 @@ def check_request(request: Request, vocab_size: int, max_context: int) -> int:
     reserve = 1 if params.max_tokens else 0
     if len(prompt) + reserve > max_context:
         raise ContextTooLong(len(prompt), max_context - reserve)
-    low, high = min(prompt), max(prompt)
+    try:
+        low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    except (OverflowError, MemoryError):
+        low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         raise BadRequest(f"the prompt has token ids from {low} to {high}, expected 0 to {vocab_size - 1}.", param="prompt")
     if request.prompt_logits and 4 * len(prompt) * vocab_size > MAX_PROMPT_LOGITS_BYTES:

@@ -6,9 +6,11 @@ A request is token ids, sampling parameters and a guide; the engine knows no tex
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -168,6 +170,14 @@ class Request:
     """Nobody waits for it: it only leaves its state in the prefix cache."""
     client: str = ""
     """For status and logs: API and peer."""
+
+    @cached_property
+    def prompt_ids(self) -> np.ndarray:
+        """The prompt as int32 [n], made once and not to be changed: a long one takes milliseconds. Raises OverflowError for what can be no id,
+        MemoryError."""
+        ids = np.array(array("i", self.prompt), np.int32)
+        ids.flags.writeable = False
+        return ids
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Settler:
         while self._tasks and not self.is_running and cache is not None:
             request = self._tasks.popleft()
             with contextlib.suppress(MemoryError):   # nobody has asked for it
-                if not cache.settles(request.prompt):
+                if not cache.settles(request.prompt_ids):
                     self._sequence = Sequence(request, lambda event: None, 0)
                     self._scheduler.add(self._sequence)
 

@@ -119,7 +119,7 @@ class SnapshotCache:
         computed."""
         if self._asked is not None and self._asked[0] is request:
             return self._asked[1]
-        return _array_of(request.prompt)
+        return _ids_of(request)
 
     def stops(self, request: Request) -> Seq[int]:
         if not request.cache:
@@ -188,14 +188,14 @@ class SnapshotCache:
         if sequence.status is Status.PREFILLING and reason is FinishReason.CANCELLED:
             self._keep(sequence, "partial", sequence.num_computed)
         if not request.is_background and sequence.num_computed >= sequence.num_prompt:
-            text = _array_of(sequence.tokens)
+            text = _text_of(sequence, len(sequence.tokens))
             if text is not None:   # it only serves to tell reasons
                 self._recent.append((text, request.system_len))
 
     def _keep(self, sequence: Sequence, kind: str, length: int, lent: int | None = None) -> None:
         """The state after `length` tokens, which is the sequence's own or lies in a lent slot."""
         is_usable = not length % BLOCK_POSITIONS and 0 < length <= sequence.num_prompt and length > sequence.num_cached
-        tokens = _array_of(sequence.tokens[:length]) if is_usable else None
+        tokens = _text_of(sequence, length) if is_usable else None
         if is_usable and tokens is None:
             self.store.lose(length, "on the device")
         if tokens is None or self.store.at(tokens) is not None:
@@ -220,7 +220,7 @@ class SnapshotCache:
     def owned_slots(self) -> Iterable[int]:
         return ()
 
-    def settles(self, tokens: Seq[int]) -> bool:
+    def settles(self, tokens: Seq[int] | np.ndarray) -> bool:
         """Whether a state of exactly these tokens is kept; if so it counts as the end of a turn from now on."""
         kept = self.store.at(np.array(tokens, np.int32))
         if kept is not None and self._disk is not None and kept not in self._to_disk:
@@ -332,9 +332,18 @@ class SnapshotCache:
         return values | {name: tier.to_dict() for name, tier in tiers.items() if tier is not None}
 
 
-def _array_of(tokens: Seq[int]) -> np.ndarray | None:
+def _ids_of(request: Request) -> np.ndarray | None:
     """int32 [n]; None if there is no memory for it."""
     try:
-        return np.array(tokens, np.int32)
+        return request.prompt_ids
+    except MemoryError:
+        return None
+
+
+def _text_of(sequence: Sequence, length: int) -> np.ndarray | None:
+    """The first `length` tokens, int32; None if there is no memory for them."""
+    try:
+        prompt = sequence.request.prompt_ids[:length]
+        return np.concatenate([prompt, np.array(sequence.tokens[len(prompt):length], np.int32)])
     except MemoryError:
         return None

@@ -176,8 +176,7 @@ def test_a_head_that_no_memory_is_given_for_is_looked_at_when_the_folder_changes
 def test_a_prompt_that_no_memory_is_given_to_look_for_is_computed(caplog, monkeypatch):
     desk = desk_of(chunk=64)
     ask(desk, prompt_of(100))
-    inner = snapshot_cache._array_of
-    monkeypatch.setattr(snapshot_cache, "_array_of", lambda tokens: None if isinstance(tokens, tuple) else inner(tokens))
+    monkeypatch.setattr(snapshot_cache, "_ids_of", lambda request: None)
     assert ask(desk, prompt_of(100)) == 0 and cache_of(desk).to_dict()["misses"]["memory"] == 1 == len(told(caplog))
     monkeypatch.undo()
     assert ask(desk, prompt_of(100)) == 64
@@ -185,7 +184,7 @@ def test_a_prompt_that_no_memory_is_given_to_look_for_is_computed(caplog, monkey
 
 def test_what_a_pass_computed_is_not_kept_where_its_tokens_find_no_memory(caplog, monkeypatch):
     desk = desk_of(device=4)
-    monkeypatch.setattr(snapshot_cache, "_array_of", lambda tokens: np.array(tokens, np.int32) if isinstance(tokens, tuple) else None)
+    monkeypatch.setattr(snapshot_cache, "_text_of", lambda sequence, length: None)
     ask(desk, prompt_of(200), system_len=100)
     assert cache_of(desk).store.count == 0 and len(told(caplog)) == cache_of(desk).to_dict()["lost"] == 2
     monkeypatch.undo()
