@@ -69,3 +69,37 @@ def test_the_host_needs_less_than_a_pass_takes(path, monkeypatch, capsys, stream
         print(f"\n{streams} streams: {ms:.2f} ms of the host a pass", end="")
     assert num_behind == STEPS and ms < limit_ms * slowness()
     stepper.end_all()
+
+
+DEEP = 240_000
+"""Tokens of a long conversation."""
+
+
+@pytest.mark.long
+def test_the_next_turn_of_a_long_conversation_reaches_the_device_soon(path, monkeypatch, capsys):
+    """What the engine does for it from the submit to its first pass: the least of five turns of 12 tokens."""
+    monkeypatch.setattr(q27app.kernels, "open_backend", lambda *_: CudaBackend(IdleDevice(CARDS["wide"])))
+    loaded = open_model(EngineConfig(path, "cuda", context=262_144, slots=1, draft="auto"), lambda share: None)
+    stepper = Stepper(loaded, Meter(), lambda sequence: None, checks_pools=False)
+    forward, begun, turns = loaded.model.forward, [], []
+
+    def started(batch, *rest):
+        begun.append(time.thread_time())
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(loaded.model, "forward", started)
+    prompt = tuple(300 + place * place % 2000 for place in range(DEEP))
+    for turn in range(6):
+        prompt += tuple(range(400 + turn, 412 + turn))
+        begun.clear()
+        begin = time.thread_time()
+        request = Request(f"t{turn}", prompt, SamplingParams(max_tokens=2, ignore_eos=True), stable_len=len(prompt))
+        sequence = Sequence(request, lambda event: None, check_request(request, loaded.vocab_size, 262_144))
+        stepper.add(sequence)
+        while not sequence.is_finished:
+            stepper.step()
+        turns.append((begun[0] - begin) * 1e3)
+        assert turn == 0 or sequence.num_cached >= len(prompt) - 128
+    with capsys.disabled():
+        print(f"\n{DEEP} tokens: {min(turns[1:]):.1f} ms of the host before the device has work", end="")
+    assert min(turns[1:]) < 16 * slowness()
