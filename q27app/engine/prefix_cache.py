@@ -57,8 +57,8 @@ class PrefixCache(Protocol):
         """The sequence is about to give back its slot and blocks. After an error its state is not to be trusted."""
         ...
 
-    def settles(self, tokens: Seq[int] | np.ndarray) -> bool:
-        """Whether a snapshot of exactly these tokens is kept; if so it counts as the end of a turn from now on."""
+    def settles(self, tokens: np.ndarray) -> bool:
+        """Whether a snapshot of exactly these tokens, int32 [n], is kept; if so it counts as the end of a turn from now on."""
         ...
 
     def reclaim(self, num_blocks: int, num_slots: int) -> None:

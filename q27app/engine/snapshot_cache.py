@@ -73,7 +73,7 @@ class SnapshotCache:
         if host is not None:
             self.store.leaving = Leaving(state, self.store, host)
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=MAX_RECENT)
-        self._asked: tuple[Request, np.ndarray, Reuse] | None = None
+        self._asked: tuple[Request, Reuse] | None = None
         self._prepared: Request | None = None
         self._arrivals = None if disk is None else Arrivals(state, self.store, blocks, disk)
         self._export: Export | None = None
@@ -87,11 +87,11 @@ class SnapshotCache:
     # what admission asks
 
     def match(self, request: Request) -> Match | None:
-        prompt = self._prompt_of(request)
+        prompt = _ids_of(request)
         if prompt is None:
             return None
         found = self.store.deepest(prompt, len(prompt))
-        self._asked = (request, prompt, self._explained(request, prompt, found))
+        self._asked = (request, self._explained(request, prompt, found))
         if found is None:
             return None
         self.store.touch(found)
@@ -102,7 +102,7 @@ class SnapshotCache:
         disk."""
         if self._prepared is request:
             return False
-        prompt, arrivals = self._prompt_of(request), self._arrivals
+        prompt, arrivals = _ids_of(request), self._arrivals
         if prompt is None:
             return False
         if arrivals is not None:
@@ -114,19 +114,12 @@ class SnapshotCache:
         self._prepared = request
         return False
 
-    def _prompt_of(self, request: Request) -> np.ndarray | None:
-        """int32 [n]; a request that waits is asked for again before each pass. None: there is no memory for it, and all of it is
-        computed."""
-        if self._asked is not None and self._asked[0] is request:
-            return self._asked[1]
-        return _ids_of(request)
-
     def stops(self, request: Request) -> Seq[int]:
         if not request.cache:
             return ()
         if self._asked is not None and self._asked[0] is request:
-            self._count(request, self._asked[2])
-        prompt = self._prompt_of(request)
+            self._count(request, self._asked[1])
+        prompt = _ids_of(request)
         self._asked = self._prepared = None
         if prompt is None:
             self._misses["memory"] += 1
@@ -220,9 +213,9 @@ class SnapshotCache:
     def owned_slots(self) -> Iterable[int]:
         return ()
 
-    def settles(self, tokens: Seq[int] | np.ndarray) -> bool:
+    def settles(self, tokens: np.ndarray) -> bool:
         """Whether a state of exactly these tokens is kept; if so it counts as the end of a turn from now on."""
-        kept = self.store.at(np.array(tokens, np.int32))
+        kept = self.store.at(tokens)
         if kept is not None and self._disk is not None and kept not in self._to_disk:
             self._to_disk.append(kept)
         return kept is not None
@@ -333,7 +326,7 @@ class SnapshotCache:
 
 
 def _ids_of(request: Request) -> np.ndarray | None:
-    """int32 [n]; None if there is no memory for it."""
+    """Its prompt, int32 [n]. None: there is no memory for it, and all of it is computed."""
     try:
         return request.prompt_ids
     except MemoryError:

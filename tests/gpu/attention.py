@@ -69,11 +69,8 @@ def behind(device) -> None:
             tables = [[*range(78), 1000 + seq] for seq in range(4)]
 
             def run(rows, tables):
-                bench.put(rows)
-                begin_alone(bench.backend, make_batch("verify", [[0]] * len(rows), [78 * 64] * len(rows), [0] * len(rows), tables), bench.state)
-                out = bench.out.rows(len(rows))
-                bench.backend.attend(bench.y.rows(len(rows)), bench.layer[0], out)
-                return bench.backend.download(out)
+                count = len(rows)
+                return bench.run_batch(make_batch("verify", [[0]] * count, [78 * 64] * count, [0] * count, tables), rows)
 
             alone = bench.run("verify", y[:1], 60_000)
             found = limited(relative_error(alone, bench.expected("verify", y[:1], 60_000)), TOLERANCE)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from q27app.kernels import reference
-from q27app.kernels.batch import BLOCK_POSITIONS
+from q27app.kernels.batch import BLOCK_POSITIONS, Batch
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.kernels.kv_formats import kv_format
 from q27app.kernels.numpy_attention import attend_pass
@@ -65,8 +65,12 @@ class AttendBench:
 
     def run(self, phase: str, y: np.ndarray, position: int, layer: int = 0) -> np.ndarray:
         """What was attended by rows y [rows, width] at position and after it."""
+        return self.run_batch(self.batch(phase, position, len(y)), y, layer)
+
+    def run_batch(self, batch: Batch, y: np.ndarray, layer: int = 0) -> np.ndarray:
+        """The same by the rows of any batch."""
         self.put(y)
-        begin_alone(self.backend, self.batch(phase, position, len(y)), self.state)
+        begin_alone(self.backend, batch, self.state)
         out = self.out.rows(len(y))
         self.backend.attend(self.y.rows(len(y)), self.layer[layer], out)
         return self.backend.download(out)

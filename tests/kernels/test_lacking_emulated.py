@@ -137,6 +137,7 @@ def test_a_pass_with_drafts_now_and_then_does_not_begin_the_wait_again():
     for drafts in (1, 2):
         assert passes(bench, state, ["verify"] * drafts + [6] * (STEADY_PASSES + 1)) == [[0] * 6] * (drafts + STEADY_PASSES) + [[1] * 6]
 
+
 def test_what_is_recorded_with_its_begin_writes_every_row():
     bench = open_bench()
     state, device = bench.backend.allocate_state(bench.config, 1, 1, "fp16", 6, 8, 16), bench.backend.device
