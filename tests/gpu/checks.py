@@ -132,8 +132,13 @@ FOLLOWED = {
 
 
 def follow(device: CudaDevice) -> None:
-    """Rows that an addition leaves for the norm behind it: any number of them, those that their scale does not suit, and 200 passes of both."""
+    """Rows that an addition leaves for the norm behind it: any number of them, those that their scale does not suit, and 200 passes of both. GPU_STAGES:
+    the 27B's size ("27B") or the others ("small") alone."""
+    wanted = os.environ.get("GPU_STAGES", "small,27B").split(",")
     for name, (cols, sizes) in FOLLOWED.items():
+        if ("27B" if "27B" in name else "small") not in wanted:
+            continue
+
         def check(name=name, cols=cols, sizes=sizes):
             backend = CudaBackend(device)
             chain = follow_checks.Chain(backend, cols, follow_checks.KINDS[name.split(",")[0]], **sizes)
