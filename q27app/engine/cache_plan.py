@@ -27,7 +27,7 @@ MAX_HOST_BYTES = 16 << 30
 MAX_DEVICE_SLOTS = {"numpy": 0, "cuda": 64}
 LEAVES_DEVICE = ("cuda",)
 """Backends whose blocks lie elsewhere than in host memory."""
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Grows when the meaning of a slot's or block's bytes, or the bits that prefill computes, change."""
 SAMPLE_BYTES = 4096
 

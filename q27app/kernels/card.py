@@ -10,6 +10,7 @@ from q27app.errors import UsageError
 AMPERE_SHARED = 99 * 1024
 AMPERE_THREADS = 1536
 BLOCK_SHARED = 1024
+PROMPT_CUT, FIRST_CUTS = 4096, 8
 MAX_CONTEXT = 655_360
 """Longest window that scratch is made for."""
 
@@ -73,6 +74,10 @@ class Card:
         else:
             cuts = {"CUT_0": 128, "BORDER_0": 2048, "CUT_1": 512, "BORDER_1": 32768, "CUT_2": 2048}
         return cuts | {"BORDER_2": 1 << 18, "CUT_3": 8192, "WIDE": int(self.is_wide)}
+
+    def prompt_defines(self) -> dict[str, int]:
+        """Cuts of the keys in prefill, at fixed positions: FIRST_CUTS of KEY_CUT keys, then of twice as many."""
+        return {"KEY_CUT": PROMPT_CUT, "FIRST_CUTS": FIRST_CUTS}
 
     def attend_blocks(self, item_rows: int) -> int:
         """Blocks of the split attention that registers allow on a multiprocessor (__launch_bounds__ in attend_decode.cu)."""

@@ -103,7 +103,7 @@ class Attend(ctypes.Structure):
     _fields_ = [*_fields(
         p="y q_norm k_norm rope positions row_starts block_tables blocks part_ml part_o q_half q_factor out counter",
         l="block_bytes layer_offset", i="num_seqs rows y_stride out_stride max_blocks first_position max_splits", f="eps",
-    ), ("ready", Ready), ("ready_row", INT)]
+    ), ("ready", Ready), *_fields(i="ready_row first_cut", p="totals")]
 
 
 class Delta(ctypes.Structure):

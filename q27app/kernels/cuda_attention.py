@@ -8,6 +8,7 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch
 from q27app.kernels.card import BLOCK_SHARED, cut_count
+from q27app.kernels.cuda_prompts import QUERIES, PromptPlan, prompt_plan
 from q27app.kernels.memory import CudaBuffer
 
 ATTEND_ROWS = 16
@@ -31,8 +32,10 @@ MAKER_ROWS = 4
 once, attend_rows is the quicker one."""
 MAKER_HEADS = 256, 64, 0
 """Numbers of a head and its rotary ones, and query heads of a key head modulo 2, that attend_decode_make is for (MAKES_ROWS in attend_decode.cu)."""
-QUERIES, STEP = 128, 32
-"""Rows of a block of prefill, and positions that it attends at a time by warps."""
+STEP = 32
+"""Positions that a block of prefill attends at a time by warps."""
+MERGE_PROMPT = 8
+"""Heads of rows of a block of attend_prefill_merge."""
 
 
 def decode_by_warpgroups(card, form, head_dim: int, group: int) -> bool:
@@ -81,6 +84,7 @@ class Attention:
 
     def __init__(self, backend) -> None:
         self._backend = backend
+        self._planned: tuple[Batch, PromptPlan] | None = None
 
     def attend(self, y: CudaBuffer, layer, o: CudaBuffer | None) -> None:
         backend, state, batch = self._backend, self._backend.state, self._backend.batch
@@ -123,10 +127,21 @@ class Attention:
         return args
 
     def _prefill(self, args: cuda_args.Attend, y: CudaBuffer, o: CudaBuffer, batch: Batch) -> None:
-        backend, geometry = self._backend, self._backend.state.geometry
-        tiles = sum(-(-int(rows) // QUERIES) for rows in np.diff(batch.row_starts))
-        threads, shared = prefill_block(backend.device.card, backend.state.form, geometry.head_dim)
-        backend.launch("attend_prefill", "attend_prefill", (tiles, geometry.num_heads), threads, shared, args, dependent=False)
+        backend, geometry, card = self._backend, self._backend.state.geometry, self._backend.device.card
+        threads, shared = prefill_block(card, backend.state.form, geometry.head_dim)
+        parts, room = backend.scratch.behind_queries(batch.num_rows)
+        if self._planned is None or self._planned[0] is not batch:
+            self._planned = batch, prompt_plan(card, geometry, batch, room)
+        plan = self._planned[1]
+        heads = batch.num_rows * geometry.num_heads
+        args.max_splits, args.part_o, args.part_ml, args.first_cut = plan.at_once, 0, 0, 0
+        if plan.at_once:
+            args.part_o, args.totals = parts, parts + 4 * heads * geometry.head_dim * plan.at_once
+            args.part_ml = args.totals + 8 * heads
+        for args.first_cut in plan.launches:
+            backend.launch("attend_prefill", "attend_prefill", plan.grid, threads, shared, args, dependent=False)
+            if plan.at_once:
+                backend.launch("attend_prefill", "attend_prefill_merge", (-(-heads // MERGE_PROMPT),), 256, 0, args, dependent=False)
 
     def _item_rows(self, largest: int) -> tuple[int, int, int]:
         """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the kernels take on this card. With

@@ -52,7 +52,7 @@ def geometry_defines(geometry: LayerGeometry, card, kv_format: str) -> dict[str,
               "ROTARY_DIM": geometry.rotary_dim, "KV_FORMAT": find_format(kv_format).kernel_code or 0}
     delta = {"DELTA_DIM": geometry.delta_head_dim, "DELTA_KEY_HEADS": geometry.delta_key_heads,
              "DELTA_VALUE_HEADS": geometry.delta_value_heads, "CONV_WIDTH": geometry.conv_width}
-    prefill = attend | {"WARPGROUPS": int(card.has_warpgroups)}
+    prefill = attend | card.prompt_defines() | {"WARPGROUPS": int(card.has_warpgroups)}
     by_warpgroups = decode_by_warpgroups(card, find_format(kv_format), geometry.head_dim, geometry.num_heads // geometry.num_kv_heads)
     decode = attend | card.attend_defines() | {"WARPGROUPS": int(by_warpgroups)}
     return {"attend_rows": attend, "attend_decode": decode, "attend_prefill": prefill,

@@ -78,6 +78,11 @@ class Scratch:
         end = self.queries(rows)[1] + rows * self._query_heads * 4
         return -(-end // 256) * 256
 
+    def behind_queries(self, rows: int) -> tuple[int, int]:
+        """All room behind the queries, and its bytes."""
+        start = self.attended(rows)
+        return start, self._shared + self._shared_bytes - start
+
     def holds(self, nbytes: int) -> bool:
         return nbytes <= self._shared_bytes
 

@@ -1,8 +1,8 @@
-"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [behind] [deep[=FORMAT]] [speed] [forced]`.
+"""The attend stage on a card, by KV format: `python -m tests.gpu.attention [codes] [errors[=FORMAT]] [behind] [deep[=FORMAT]] [speed] [prompts[=FORMAT]] [forced]`.
 
 codes: heads written by the device have the bytes of the NumPy codec; 25,000 rows are 200,000 heads, codes=131072 a million. errors: the 27B's heads against NumPy over the
 same cache, and a row's bits in groups of every size. behind: one row of each sequence right behind eight of one. speed: microseconds a layer, from graphs over 16 layers; the cache is
-filled through the codec's writer. forced: errors and speed as on a card of compute capability 8.6.
+filled through the codec's writer. prompts: the same of a prompt's rows, by their number and depth. forced: errors, speed and prompts as on a card of compute capability 8.6.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def errors(device, only: str = "") -> None:
             fill(bench, 40_000)
             found = [check_attend(bench, at, counts) for at, counts in ((0, (16, 1, 3, 5, 8)), (60, (16, 1, 4)), (2040, (16, 1, 4, 8)), (5000, (16, 1, 2, 8)),
                                                                        (32_760, (16, 1, 8)))]
-            found += [check_attend(bench, at, (rows,), "prefill") for at, rows in ((0, 200), (4990, 70))]
+            found += [check_attend(bench, at, counts, "prefill", 12) for at, counts in ((0, (200,)), (4000, (300, 64, 9)), (32_700, (140, 64)))]
             return limited(max(found), TOLERANCE) + " (" + " ".join(f"{error:.1e}" for error in found) + ")"
         attempt(f"errors {name}", check)
 
@@ -117,18 +117,38 @@ def speed(device, layers: int = 16, depths=DEPTHS) -> None:
         bench.state.release()
 
 
+def prompts(device, only: str = "") -> None:
+    """Microseconds a layer of a prompt's rows behind `depth` positions."""
+    for name in [only] if only else formats(device):
+        bench = AttendBench(device, CONFIG, name, 2100, 2, 2048)
+        fill(bench, 132_000)
+        backend = bench.backend
+        bench.put(np.random.default_rng(1).standard_normal((2048, bench.width)).astype(np.float32))
+        for rows in (10, 40, 100, 256, 512, 1024, 2048):
+            texts = []
+            for depth in (0, 8192, 32_768, 131_072 - rows):
+                begin_alone(backend, bench.batch("prefill", depth, rows), bench.state)
+                y, out = bench.y.rows(rows), bench.out.rows(rows)
+                run = lambda: [backend.attend(y, layer, out) for layer in bench.layer]  # noqa: E731
+                run()
+                texts.append(f"{depth}: {timed(backend, backend.record(run), 8) * 1000 / len(bench.layer):.0f}")
+            line(f"  {name}, prompt of {rows}: us", "  ".join(texts))
+        bench.state.release()
+
+
 def forced(device) -> None:
     device.close()
     played = open_device(force_arch="86")
     line("played card", f"{played.card.target}, {played.card.shared_bytes} bytes of shared memory")
     errors(played)
     speed(played, 4, (10, 32_000, 240_000))
+    prompts(played)
     played.close()
 
 
 def main(names: list[str]) -> int:
     device = open_device()
-    parts = {"codes": codes, "errors": errors, "behind": behind, "deep": deep, "speed": speed, "forced": forced}
+    parts = {"codes": codes, "errors": errors, "behind": behind, "deep": deep, "speed": speed, "prompts": prompts, "forced": forced}
     for name in names or [name for name in parts if name != "deep"]:
         part, _, value = name.partition("=")
         attempt(name, lambda part=part, value=value: parts[part](device, *([int(value) if value.isdigit() else value] if value else [])) or "done")

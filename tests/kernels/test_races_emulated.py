@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from q27app.kernels import cuda_tiles
+from q27app.kernels import card as card_module
+from q27app.kernels import cuda_prompts, cuda_tiles
 from q27app.kernels.compiler import SOURCES
 from q27app.kernels.cuda_backend import CudaBackend
 from q27app.weights.dtypes import F16, Q4_G64, Q8_G128
@@ -49,6 +50,16 @@ def attend(device: EmulatedDevice, name: str, is_whole: bool = True) -> None:
     assert attend_checks.check_attend(bench, 200, (100,), "prefill") < 5e-4 or not is_whole
     if is_whole:
         assert attend_checks.check_attend(bench, 300, (12, 1, 8), "decode") < 5e-4
+
+
+def attend_cuts(device: EmulatedDevice, monkeypatch, name: str, price: float) -> None:
+    """Rows of a prompt behind several cuts of the keys. price: of cuts that are merged by another kernel."""
+    monkeypatch.setattr(card_module, "PROMPT_CUT", 64)
+    monkeypatch.setattr(cuda_prompts, "MERGED_PRICE", price)
+    bench = attend_checks.AttendBench(device, cuda_checks.NANO, name, 6, 1, 2000)
+    attend_checks.fill(bench, 256)
+    for rows in (100, 9):   # some fill tiles, some share them
+        assert attend_checks.check_attend(bench, 200, (rows,), "prefill") < 5e-4
 
 
 def multiply_rows(device: EmulatedDevice, specs: list, counts: tuple[int, ...] = (2, 3, 16)) -> None:
@@ -99,6 +110,14 @@ def test_rings_and_copies_of_attention(name, sms):
     found = device.races()
     assert found.matrix_reads and (found.bulk_copies if name.startswith("turbo") else found.copies)   # turned tiles come whole
     assert_clean(found)
+
+
+@pytest.mark.parametrize("price", [0.0, 100.0], ids=["merged", "by one block"])
+@pytest.mark.parametrize("name, card", [("fp16", CARD), ("turbo5k", CARD), ("turbo5k", SMALL_CARD)], ids=["fp16, warpgroups", "turbo5k, warpgroups", "turbo5k, warps"])
+def test_cuts_of_a_prompts_keys(monkeypatch, name, card, price):
+    device = EmulatedDevice(card, watched=ATTEND)
+    attend_cuts(device, monkeypatch, name, price)
+    assert_clean(device.races())
 
 
 @pytest.mark.parametrize("specs", [[(130, F16), (200, Q4_G64), (200, Q4_G64)], [(72, Q4_G64)] * 2], ids=["three", "pair"])
@@ -163,12 +182,13 @@ BROKEN_LEFT_ROWS = {
     "the second try begins before all have seen that there is one": ("        __threadfence();\n        __syncthreads();\n        --round", "        __threadfence();\n        --round"),
 }
 BROKEN_ATTEND = {
-    "keys are free before their scores": ("      warpgroup_commit();\n      warpgroup_wait<0>();\n      warpgroup_settle(score);",
-                                          "      warpgroup_commit();\n      warpgroup_settle(score);"),
-    "values are not waited for": ("      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);\n      warpgroup_begin();", "      warpgroup_begin();"),
+    "keys are free before their scores": ("        warpgroup_commit();\n        warpgroup_wait<0>();\n        warpgroup_settle(score);",
+                                          "        warpgroup_commit();\n        warpgroup_settle(score);"),
+    "values are not waited for": ("        arrival_wait(shared.barrier(VALUES_FULL, stage), phase);\n        warpgroup_begin();", "        warpgroup_begin();"),
     "feeders do not wait": ("arrival_wait(shared.barrier(is_values ? VALUES_FREE : KEYS_FREE, stage), phase ^ 1);", ""),
     "tiles are not published": ("    publish_shared();\n    arrive(shared", "    arrive(shared"),
     "queries are not waited for": ("  publish_shared();\n  group_barrier(1 + group, 128);", "  publish_shared();"),
+    "halves are there before they are copied": ("    copy_async_wait<0>();\n", ""),
 }
 
 
@@ -213,7 +233,7 @@ def test_a_broken_ring_of_products_is_found(monkeypatch, tmp_path, what):
 
 @pytest.mark.parametrize("what", BROKEN_ATTEND)
 def test_a_broken_ring_of_attention_is_found(tmp_path, what):
-    found = finds(tmp_path, "attend_warpgroup.cuh", BROKEN_ATTEND[what], ATTEND - {"attend_decode"}, lambda device: attend(device, "fp8", False))
+    found = finds(tmp_path, "attend_warpgroup.cuh", BROKEN_ATTEND[what], ATTEND - {"attend_decode"}, lambda device: attend(device, "fp16" if "halves" in what else "fp8", False))
     assert "unordered with" in found
 
 

@@ -63,13 +63,13 @@ using Keys = Tiles<KEY_CODE>;
 using Values = Tiles<VALUE_CODE>;
 static_assert(!TURNED_VALUES || QUERIES * BLOCK_DIMS * 4 <= Keys::BYTES + Values::BYTES, "what was attended fits in shared memory");
 
-// Fragments of 16 rows of queries.
-__device__ __forceinline__ void load_queries(const Attend& p, int head, int first, int end, uint32_t (&a)[DIM_STEPS][4]) {
+// Fragments of 16 lines of queries.
+__device__ __forceinline__ void load_queries(const Attend& p, const Tile& tile, int from, uint32_t (&a)[DIM_STEPS][4]) {
   const int lane = threadIdx.x % 32, g = lane >> 2, c = lane & 3;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = first + g + 8 * i;
-    const uint16_t* q = p.q_half + ((long long)min(row, end - 1) * NUM_HEADS + head) * HEAD_DIM + 2 * c;
+    const int line = min(from + g + 8 * i, tile.lines - 1);
+    const uint16_t* q = p.q_half + ((long long)tile.row(line) * NUM_HEADS + tile.head_of(line)) * HEAD_DIM + 2 * c;
 #pragma unroll
     for (int d = 0; d < DIM_STEPS; ++d) {
       a[d][i] = *reinterpret_cast<const uint32_t*>(q + d * 16);
@@ -111,13 +111,16 @@ static_assert(STEP == 32, "a lane names a position");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
   SHARED_BYTES(shared);
+  __shared__ float2 joined[QUERIES];
+  __shared__ Tile tile;   // not in registers, of which there are few
   const Keys key_tiles = {shared};
   const Values value_tiles = {shared + Keys::BYTES};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, head = blockIdx.y, key_head = head / GROUP;
-  int seq, first, end;
-  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
-  const int own = first + warp * 16, keys = p.positions[end - 1] + 1, steps = (keys + STEP - 1) / STEP;
-  const auto source = [&](int index) { return kv_block(p, seq, min(index, steps - 1) * STEP); };
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 >> 2, own = warp * 16;
+  if (threadIdx.x == 0 && !find_tile(p, tile)) tile.lines = 0;
+  __syncthreads();
+  if (!tile.lines) return;
+  const int keys = tile.end, from = tile.begin / STEP, steps = (keys + STEP - 1) / STEP, key_head = tile.head / GROUP;
+  const auto source = [&](int index) { return kv_block(p, tile.seq, min(index, steps - 1) * STEP); };
   const auto copy = [&](const unsigned char* block, int index) {
     if (index < steps) {
       key_tiles.copy(block + key_head * K_HEAD, index, p.first_position, keys);
@@ -128,14 +131,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
   const auto expand = [&](int index) {
     if (index < steps) key_tiles.expand(index, p.first_position, keys), value_tiles.expand(index, p.first_position, keys);
   };
-  copy(source(0), 0), copy(source(1), 1);
+  copy(source(from), from), copy(source(from + 1), from + 1);
   uint32_t queries[DIM_STEPS][4];
-  load_queries(p, head, own, end, queries);
+  load_queries(p, tile, own, queries);
   float factor[2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  const int base = p.positions[tile.first] - tile.first;   // rows of a sequence have positions one after the other
+  int position[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i)   // powers of two from here on
-    factor[i] = __fmul_rn(p.q_factor[(long long)min(own + g + 8 * i, end - 1) * NUM_HEADS + head], 1.44269504f);
-  const int lowest = own < end ? p.positions[own] : -16;   // rows of a sequence have positions one after the other
+  for (int i = 0; i < 2; ++i) {
+    const int line = min(own + g + 8 * i, tile.lines - 1);
+    position[i] = own < tile.lines ? base + tile.row(line) : -1;
+    factor[i] = __fmul_rn(p.q_factor[(long long)tile.row(line) * NUM_HEADS + tile.head_of(line)], 1.44269504f);   // powers of two from here on
+  }
   float out[DIM_BLOCKS][8][4];
 #pragma unroll
   for (int n = 0; n < DIM_GROUPS; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
@@ -143,16 +150,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
   if constexpr (CODED) {
     copy_async_wait<1>();
     __syncthreads();
-    expand(0);
+    expand(from);
   }
   const auto attend = [&](int index) {
     const int start = index * STEP;
-    if (start > lowest + 15) return;   // nothing here for this warp
+    if (!__any_sync(ALL_LANES, start <= position[1])) return;   // nothing here for this warp
     float score[KEY_GROUPS][4], correction[2];
     uint32_t shares[STEP / 16][4];
-    const int position[2] = {lowest + g, lowest + g + 8};
     score_keys(queries, key_tiles.tile(index), score);
-    soften(score, factor, position, start + STEP - 1 > lowest || start < p.first_position, start, p.first_position, top, sum, correction, shares);
+    soften(score, factor, position, __any_sync(ALL_LANES, start + STEP - 1 > position[0]) || start < p.first_position, start, p.first_position, top, sum, correction, shares);
     if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
 #pragma unroll
       for (int n = 0; n < DIM_GROUPS; ++n) {
@@ -162,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     weigh_values(out, shares, value_tiles.tile(index));
   };
 #pragma unroll 1
-  for (int index = 0; index < steps; ++index) {
+  for (int index = from; index < steps; ++index) {
     const unsigned char* block = source(index + 2);
     copy_async_wait<CODED ? 0 : 1>();
     __syncthreads();   // whatever was read or written in the step before is done with
@@ -176,8 +182,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     } else {
       attend(index);
     }
+    const int next = (index + 1) * STEP;
+    if (next % (next <= FIRST_KEYS ? KEY_CUT : 2 * KEY_CUT) == 0 && index + 1 < steps)
+      join_cut(p, tile, joined, own, next == KEY_CUT, false, out, top, sum);
   }
   copy_async_wait<0>();
+  if (p.part_o) return put_part(p, tile, own, out, top, sum);
+  if (keys > KEY_CUT) join_cut(p, tile, joined, own, false, true, out, top, sum);
   if constexpr (TURNED_VALUES) __syncthreads();   // keys and values give their place to what was attended
-  put_attended(p, out, sum, head, own, end, reinterpret_cast<float*>(shared) + warp * 16 * BLOCK_DIMS);
+  put_attended(p, tile, own, out, sum, reinterpret_cast<float*>(shared) + warp * 16 * BLOCK_DIMS);
 }

@@ -26,7 +26,7 @@ enum { KEYS_FULL = 0, KEYS_FREE = 1, VALUES_FULL = 2, VALUES_FREE = 3 };
 struct Feed {
   const Attend& p;
   const AttendShared& shared;
-  int seq, keys, offset;   // offset: of the head in a layer's part of a block
+  int seq, first, keys, offset;   // keys from first on; offset: of the head in a layer's part of a block
   bool is_values;
   int stage, phase;
 
@@ -42,13 +42,33 @@ struct Feed {
   }
 };
 
-// Plain rows: pieces of 16 bytes are loaded three rounds ahead.
+// Halves lie in the cache as they are wanted: a tile at once, past the registers.
+__device__ __forceinline__ void feed_halves(Feed feed) {
+  constexpr int PIECES = HEAD_DIM / 8, ROUNDS = KEYS * PIECES / FEEDERS;   // of 16 bytes in a row
+  static_assert(KEYS * PIECES % FEEDERS == 0, "whole rounds");
+  const int thread = threadIdx.x % FEEDERS;
+#pragma unroll 1
+  for (int start = feed.first; start < feed.keys; start += KEYS) {
+    const unsigned char* source = feed.source(start);
+    const SwizzledRows<KEYS> rows = feed.begin();
+#pragma unroll 8
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int piece = thread + i * FEEDERS, key = start + piece / PIECES;
+      copy_async_16(rows.at(piece / PIECES, piece % PIECES * 8), source + piece * 16, key >= feed.p.first_position && key < feed.keys);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    feed.end();
+  }
+}
+
+// Codes of plain rows: pieces of 16 bytes are loaded three rounds ahead.
 template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
   constexpr int AT_ONCE = 4, ROW = code_row_bytes(CODE), CHUNKS = KEYS * ROW / 16, ROUNDS = (CHUNKS + FEEDERS * AT_ONCE - 1) / (FEEDERS * AT_ONCE);
   constexpr int NUMBERS = 16 * HEAD_DIM / ROW;
-  const int thread = threadIdx.x % FEEDERS, rounds = (feed.keys + KEYS - 1) / KEYS * ROUNDS;
+  const int thread = threadIdx.x % FEEDERS, rounds = (feed.keys - feed.first + KEYS - 1) / KEYS * ROUNDS;
   const auto load = [&](int round, uint4 (&raw)[AT_ONCE]) {
-    const int start = round / ROUNDS * KEYS, base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
+    const int start = feed.first + round / ROUNDS * KEYS, base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
     const uint4* tile = reinterpret_cast<const uint4*>(round < rounds ? feed.source(start) : nullptr);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -84,19 +104,23 @@ template <int CODE> __device__ __forceinline__ void feed_turned(Feed& feed, int 
   feed.end();
 }
 template <int CODE> __device__ __forceinline__ void feed_tiles(Feed feed) {
-  if constexpr (is_turned(CODE)) {
+  if constexpr (CODE == CODE_HALF) {
+    feed_halves(feed);
+  } else if constexpr (is_turned(CODE)) {
 #pragma unroll 1
-    for (int start = 0; start < feed.keys; start += KEYS) feed_turned<CODE>(feed, start);
+    for (int start = feed.first; start < feed.keys; start += KEYS) feed_turned<CODE>(feed, start);
   } else {
     feed_plain<CODE>(feed);
   }
 }
 
-__device__ __forceinline__ void feed(const Attend& p, const AttendShared& shared, int seq, int keys, int key_head) {
-  Feed key_feed = {p, shared, seq, keys, key_head * K_HEAD, false, 0, 0}, value_feed = {p, shared, seq, keys, KV_VALUES + key_head * V_HEAD, true, 0, 0};
+__device__ __forceinline__ void feed(const Attend& p, const AttendShared& shared, const Tile& tile) {
+  const int key_head = tile.head / GROUP;
+  Feed key_feed = {p, shared, tile.seq, tile.begin, tile.end, key_head * K_HEAD, false, 0, 0};
+  Feed value_feed = {p, shared, tile.seq, tile.begin, tile.end, KV_VALUES + key_head * V_HEAD, true, 0, 0};
   if constexpr (FEED_TOGETHER) {
 #pragma unroll 1
-    for (int start = 0; start < keys; start += KEYS) feed_turned<KEY_CODE>(key_feed, start), feed_turned<VALUE_CODE>(value_feed, start);
+    for (int start = tile.begin; start < tile.end; start += KEYS) feed_turned<KEY_CODE>(key_feed, start), feed_turned<VALUE_CODE>(value_feed, start);
   } else if (threadIdx.x < FEEDERS) {
     feed_tiles<KEY_CODE>(key_feed);
   } else {
@@ -113,9 +137,9 @@ __device__ __forceinline__ void weigh_values(float (&out)[DIM_BLOCKS][8][4], con
   }
 }
 
-// A warpgroup's 64 rows.
-__device__ __forceinline__ void attend_group(const Attend& p, const AttendShared& shared, int group, int head, int first, int end, int keys) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane >> 2, thread = threadIdx.x % 128;
+// A warpgroup's 64 lines.
+__device__ __forceinline__ void attend_group(const Attend& p, const AttendShared& shared, int group, const Tile& tile, float2* joined) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, g = lane >> 2, thread = threadIdx.x % 128, first = 64 * group, own = first + warp * 16;
   unsigned char* queries = shared.queries(group);
   constexpr int PIECES = 64 * (HEAD_DIM / 8) / 128, AT_ONCE = 8;   // of 16 bytes, a thread
 #pragma unroll 1
@@ -125,8 +149,8 @@ __device__ __forceinline__ void attend_group(const Attend& p, const AttendShared
     for (int i = 0; i < AT_ONCE; ++i) {
       const int at = thread + (base + i) * 128, r = at / (HEAD_DIM / 8), piece = at % (HEAD_DIM / 8);
       value[i] = make_uint4(0, 0, 0, 0);
-      if (base + i < PIECES && first + r < end)
-        value[i] = *reinterpret_cast<const uint4*>(p.q_half + ((long long)(first + r) * NUM_HEADS + head) * HEAD_DIM + piece * 8);
+      if (base + i < PIECES && first + r < tile.lines)
+        value[i] = *reinterpret_cast<const uint4*>(p.q_half + ((long long)tile.row(first + r) * NUM_HEADS + tile.head_of(first + r)) * HEAD_DIM + piece * 8);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -140,64 +164,73 @@ __device__ __forceinline__ void attend_group(const Attend& p, const AttendShared
   int position[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = first + warp * 16 + g + 8 * i;
-    position[i] = row < end ? p.positions[row] : -1;
-    factor[i] = row < end ? __fmul_rn(p.q_factor[(long long)row * NUM_HEADS + head], 1.44269504f) : 0.0f;   // powers of two from here on
+    const int line = own + g + 8 * i, row = tile.row(line);
+    position[i] = line < tile.lines ? p.positions[row] : -1;
+    factor[i] = line < tile.lines ? __fmul_rn(p.q_factor[(long long)row * NUM_HEADS + tile.head_of(line)], 1.44269504f) : 0.0f;   // powers of two from here on
   }
-  const int lowest = first < end ? p.positions[first] : -1, last = first < end ? p.positions[min(first + 63, end - 1)] : -1;
+  const int lowest = first < tile.lines ? p.positions[tile.row(first)] : -1, last = first < tile.lines ? p.positions[tile.row(min(first + 63, tile.lines - 1))] : -1;
   float out[DIM_BLOCKS][8][4];
 #pragma unroll
   for (int n = 0; n < DIM_GROUPS; ++n) out[n / 8][n % 8][0] = out[n / 8][n % 8][1] = out[n / 8][n % 8][2] = out[n / 8][n % 8][3] = 0.0f;
   int stage = 0, phase = 0;
+  const int end = tile.end;
+  int start = tile.begin;
 #pragma unroll 1
-  for (int start = 0; start < keys; start += KEYS) {
-    arrival_wait(shared.barrier(KEYS_FULL, stage), phase);
-    if (start <= last) {
-      float score[KEY_GROUPS][4], correction[2];
-      uint32_t a[KEYS / 16][4];
+  while (true) {
+    const int stop = min(end, cut_begin(cut_of(start) + 1));
+#pragma unroll 1
+    for (; start < stop; start += KEYS) {
+      arrival_wait(shared.barrier(KEYS_FULL, stage), phase);
+      if (start <= last) {
+        float score[KEY_GROUPS][4], correction[2];
+        uint32_t a[KEYS / 16][4];
 #pragma unroll
-      for (int n = 0; n < KEY_GROUPS; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
-      warpgroup_begin();
+        for (int n = 0; n < KEY_GROUPS; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.0f;
+        warpgroup_begin();
 #pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) warpgroup_mma_tiles(score, queries, shared.keys(stage), step);
-      warpgroup_commit();
-      warpgroup_wait<0>();
-      warpgroup_settle(score);
-      if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
-      soften(score, factor, position, start + KEYS - 1 > lowest || start < p.first_position, start, p.first_position, top, sum, correction, a);
-      if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
+        for (int step = 0; step < HEAD_DIM / 16; ++step) warpgroup_mma_tiles(score, queries, shared.keys(stage), step);
+        warpgroup_commit();
+        warpgroup_wait<0>();
+        warpgroup_settle(score);
+        if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
+        soften(score, factor, position, start + KEYS - 1 > lowest || start < p.first_position, start, p.first_position, top, sum, correction, a);
+        if (__any_sync(ALL_LANES, correction[0] != 1.0f || correction[1] != 1.0f))
 #pragma unroll
-        for (int n = 0; n < DIM_GROUPS; ++n) {
-          float(&o)[4] = out[n / 8][n % 8];
-          o[0] *= correction[0], o[1] *= correction[0], o[2] *= correction[1], o[3] *= correction[1];
-        }
-      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
-      warpgroup_begin();
+          for (int n = 0; n < DIM_GROUPS; ++n) {
+            float(&o)[4] = out[n / 8][n % 8];
+            o[0] *= correction[0], o[1] *= correction[0], o[2] *= correction[1], o[3] *= correction[1];
+          }
+        arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
+        warpgroup_begin();
 #pragma unroll
-      for (int step = 0; step < KEYS / 16; ++step) weigh_values(out, a[step], shared.values(stage), step);
-      warpgroup_commit();
-      warpgroup_wait<0>();
+        for (int step = 0; step < KEYS / 16; ++step) weigh_values(out, a[step], shared.values(stage), step);
+        warpgroup_commit();
+        warpgroup_wait<0>();
 #pragma unroll
-      for (int block = 0; block < DIM_BLOCKS; ++block) warpgroup_settle(out[block]);
-    } else {
-      arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
-      if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
+        for (int block = 0; block < DIM_BLOCKS; ++block) warpgroup_settle(out[block]);
+      } else {
+        arrival_wait(shared.barrier(VALUES_FULL, stage), phase);
+        if (lane == 0) arrive(shared.barrier(KEYS_FREE, stage));
+      }
+      if (lane == 0) arrive(shared.barrier(VALUES_FREE, stage));
+      if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    if (lane == 0) arrive(shared.barrier(VALUES_FREE, stage));
-    if (++stage == STAGES) stage = 0, phase ^= 1;
+    if (start >= end) break;
+    join_cut(p, tile, joined, own, start == KEY_CUT, false, out, top, sum);
   }
+  if (p.part_o) return put_part(p, tile, own, out, top, sum);
+  if (end > KEY_CUT) join_cut(p, tile, joined, own, false, true, out, top, sum);
   if constexpr (TURNED_VALUES) group_barrier(1 + group, 128);   // the queries give their place to what was attended
-  put_attended(p, out, sum, head, first + warp * 16, end, reinterpret_cast<float*>(queries + warp * (16 * BLOCK_DIMS * 4)));
+  put_attended(p, tile, own, out, sum, reinterpret_cast<float*>(queries + warp * (16 * BLOCK_DIMS * 4)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __grid_constant__ Attend p) {
   SHARED_BYTES(dynamic);
+  __shared__ float2 joined[QUERIES];
+  __shared__ Tile tile;   // not in registers, of which there are few
   const AttendShared shared = {dynamic + (ALIGNED - reinterpret_cast<uintptr_t>(dynamic) % ALIGNED) % ALIGNED};
-  const int head = blockIdx.y, key_head = head / GROUP;
-  int seq, first, end;
-  if (!find_tile(p, blockIdx.x, seq, first, end)) return;
-  const int keys = p.positions[end - 1] + 1;
   if (threadIdx.x == 0) {
+    if (!find_tile(p, tile)) tile.lines = 0;
     for (int stage = 0; stage < STAGES; ++stage) {
       arrival_init(shared.barrier(KEYS_FULL, stage), FEEDERS), arrival_init(shared.barrier(VALUES_FULL, stage), FEEDERS);
       arrival_init(shared.barrier(KEYS_FREE, stage), 8), arrival_init(shared.barrier(VALUES_FREE, stage), 8);
@@ -205,12 +238,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(const __
     arrival_publish();
   }
   __syncthreads();
+  if (!tile.lines) return;
   if (threadIdx.x < 128) {
     give_registers<FEED_REGISTERS>();
-    feed(p, shared, seq, keys, key_head);
+    feed(p, shared, tile);
   } else {
     take_registers<ATTEND_REGISTERS>();
-    const int group = threadIdx.x / 128 - 1;
-    attend_group(p, shared, group, head, first + 64 * group, end, keys);
+    attend_group(p, shared, threadIdx.x / 128 - 1, tile, joined);
   }
 }

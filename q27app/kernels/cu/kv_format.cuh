@@ -47,6 +47,8 @@ struct Attend {
   float eps;
   Ready ready;                // where rows are left in place of out, and which of its rows is row 0
   int ready_row;
+  int first_cut;              // of a launch of attend_prefill, whose cuts are max_splits
+  float* totals;              // [rows, heads, 2]: of the cuts before
 };
 
 // A layer's part of the block that holds `position`: keys, and its values lie KV_VALUES bytes on.
