@@ -38,7 +38,7 @@ from q27app.daemon.failures import BrokenBody, MethodNotAllowed, dialect_of, err
 from q27app.daemon.generate import open_generation
 from q27app.daemon.hub import HubHandler
 from q27app.daemon.identity import Identity
-from q27app.daemon.prepare import count_prompt
+from q27app.daemon.prepare import count_prompt, practise
 from q27app.daemon.replies import json_response
 from q27app.errors import NotFound, PayloadTooLarge, Q27Error
 
@@ -84,6 +84,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, template: Template, config: C
     app.router.add_post("/admin/cancel/{id}", admin.cancel)
     app.cleanup_ctx.append(_listening_to_logs)
     app.cleanup_ctx.append(_watching_for_idleness)
+    app.on_startup.append(_practise)
     app.on_shutdown.append(_end_listeners)
     return app
 
@@ -117,6 +118,10 @@ async def _watching_for_idleness(app: web.Application):
     yield
     watch.cancel()
     await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _practise(app: web.Application) -> None:
+    asyncio.get_running_loop().run_in_executor(app[DAEMON].executor, practise, app[DAEMON])
 
 
 async def _end_listeners(app: web.Application) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from q27app.chat.conversation import is_tool_forced, offered_tools
-from q27app.chat.types import ChatRequest, TextPart, ToolResultPart
+from q27app.chat.types import ChatRequest, Message, TextPart, ToolResultPart
 from q27app.daemon.answer import Translation
 from q27app.daemon.turns import Turn, newest_turn
 from q27app.engine.request import Guide, Request, SamplingParams
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from q27app.config import Config
     from q27app.daemon.daemon import Daemon, RequestRecord
 
+log = logging.getLogger("q27app.daemon")
 LONG_CHARS = 16_384
 """Prompts of more characters are rendered and encoded in the executor."""
 ANSWER_RESERVE = 16
@@ -42,6 +44,18 @@ class Choice:
     has_ended: bool = False
     is_stopping: bool = False
     """Its text is complete, and the engine was told."""
+
+
+def practise(daemon: Daemon) -> None:
+    """What the first request would wait for otherwise: what it imports, and a prompt by the template. Any thread."""
+    try:
+        import msgspec  # noqa: F401 - fields.py
+
+        from q27app.chat import grammar, guide, stream  # noqa: F401 - below
+
+        daemon.template.render(ChatRequest((Message("user", (TextPart("Hello"),)),)), thinking=True)
+    except Exception:   # the request that meets it again says so
+        log.debug("no prompt could be rendered ahead of the first request", exc_info=True)
 
 
 def wants_thinking(chat: ChatRequest, config: Config) -> tuple[bool, str | None]:
