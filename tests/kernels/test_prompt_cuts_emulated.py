@@ -44,8 +44,8 @@ def forced(monkeypatch):
     return way
 
 
-@pytest.mark.parametrize("card", [CARD, ADA_CARD], ids=["warpgroups", "warps"])
-@pytest.mark.parametrize("name", ["fp16", "fp8", "turbo5k", "turbo3"])
+@pytest.mark.parametrize("name, card", [("fp16", CARD), ("fp8", CARD), ("turbo5k", CARD), ("fp16", SMALL_CARD), ("fp8", ADA_CARD), ("turbo3", SMALL_CARD)],
+                         ids=["fp16, warpgroups", "fp8, warpgroups", "turbo5k, warpgroups", "fp16, warps", "fp8, warps", "turbo3, warps"])
 def test_every_way_gives_the_same_bits(name, card, forced):
     """Rows on both sides of a border, in one tile and in several."""
     device = EmulatedDevice(card)
