@@ -8,7 +8,7 @@ from q27app.errors import Q27Error
 from q27app.kernels import cuda_args
 from q27app.kernels.batch import BLOCK_POSITIONS, Batch
 from q27app.kernels.card import BLOCK_SHARED, cut_count
-from q27app.kernels.cuda_prompts import QUERIES, PromptPlan, prompt_plan
+from q27app.kernels.cuda_prompts import QUERIES, PromptPlan, part_places, prompt_plan
 from q27app.kernels.memory import CudaBuffer
 
 ATTEND_ROWS = 16
@@ -133,15 +133,13 @@ class Attention:
         if self._planned is None or self._planned[0] is not batch:
             self._planned = batch, prompt_plan(card, geometry, batch, room)
         plan = self._planned[1]
-        heads = batch.num_rows * geometry.num_heads
-        args.max_splits, args.part_o, args.part_ml, args.first_cut = plan.at_once, 0, 0, 0
+        args.max_splits, args.part_o = plan.at_once, 0
         if plan.at_once:
-            args.part_o, args.totals = parts, parts + 4 * heads * geometry.head_dim * plan.at_once
-            args.part_ml = args.totals + 8 * heads
+            args.part_o, args.totals, args.part_ml, _ = part_places(geometry, batch.num_rows, plan.at_once, parts)
         for args.first_cut in plan.launches:
             backend.launch("attend_prefill", "attend_prefill", plan.grid, threads, shared, args, dependent=False)
             if plan.at_once:
-                backend.launch("attend_prefill", "attend_prefill_merge", (-(-heads // MERGE_PROMPT),), 256, 0, args, dependent=False)
+                backend.launch("attend_prefill", "attend_prefill_merge", (-(-batch.num_rows * geometry.num_heads // MERGE_PROMPT),), 256, 0, args, dependent=False)
 
     def _item_rows(self, largest: int) -> tuple[int, int, int]:
         """Rows of an item for sequences of up to `largest` rows: all of them, or as many as the kernels take on this card. With

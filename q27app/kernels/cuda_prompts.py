@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -51,20 +52,27 @@ def cut_begin(defines: Mapping[str, int], cut: int) -> int:
     return defines["KEY_CUT"] * (cut + max(0, cut - defines["FIRST_CUTS"]))
 
 
-def part_bytes(geometry) -> int:
-    """Of what a row's heads found in a cut."""
-    return geometry.num_heads * (geometry.head_dim + 2) * 4
+def part_places(geometry, rows: int, cuts: int, start: int = 0) -> tuple[int, int, int, int]:
+    """Addresses of what rows found in so many cuts (Attend's part_o), of totals and of part_ml, from `start` on; and where they end."""
+    heads = rows * geometry.num_heads
+    totals = start + 4 * heads * geometry.head_dim * cuts
+    return start, totals, totals + 8 * heads, totals + 8 * heads * (1 + cuts)
+
+
+def tile_grid(geometry, batch: Batch, shares: bool) -> tuple[int, int]:
+    """(tiles of rows, heads that each is for, or key heads if a key head's queries share a tile)."""
+    lines = QUERIES // (geometry.num_heads // geometry.num_kv_heads if shares else 1)
+    return int((-(-np.diff(batch.row_starts) // lines)).sum()), geometry.num_kv_heads if shares else geometry.num_heads
 
 
 def prompt_plan(card, geometry, batch: Batch, room: int) -> PromptPlan:
     """The quickest way. room: bytes for what the cuts of rows give, before they are merged."""
-    defines, lengths, group = card.prompt_defines(), np.diff(batch.row_starts), geometry.num_heads // geometry.num_kv_heads
-    alone, shared = (int((-(-lengths // rows)).sum()) for rows in (QUERIES, QUERIES // group))
-    tiles, heads = min((alone, geometry.num_heads), (shared, geometry.num_kv_heads), key=lambda each: each[0] * each[1])
+    defines, rows = card.prompt_defines(), batch.num_rows
+    tiles, heads = min((tile_grid(geometry, batch, shares) for shares in (False, True)), key=prod)
     end = int(batch.positions[batch.row_starts[1:] - 1].max()) + 1
     cuts = cut_of(defines, end - 1) + 1
-    blocks, totals = tiles * heads, batch.num_rows * geometry.num_heads * 8
-    fitting = min(cuts, (room - totals) // (batch.num_rows * part_bytes(geometry)))
+    blocks, none, one = tiles * heads, part_places(geometry, rows, 0)[-1], part_places(geometry, rows, 1)[-1]
+    fitting = min(cuts, (room - none) // (one - none))
     if cuts == 1 or fitting < 1:
         return PromptPlan(tiles, heads, cuts, 0)
     borders = [*(cut_begin(defines, cut) for cut in range(cuts)), end]

@@ -9,7 +9,8 @@ import pytest
 
 from q27app.kernels import card as card_module
 from q27app.kernels import cuda_attention
-from q27app.kernels.cuda_prompts import PromptPlan, part_bytes, prompt_plan
+from q27app.kernels.batch import Batch
+from q27app.kernels.cuda_prompts import PromptPlan, part_places, prompt_plan, tile_grid
 from tests.kernels import attend_checks, cuda_checks
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD, EmulatedDevice, needs_compiler
 from tests.kernels.made import make_batch, relative_error
@@ -36,60 +37,62 @@ def forced(monkeypatch):
             return usual
         shares, at_once = way[0]
         at_once = min(at_once, usual.cuts)
-        assert at_once * batch.num_rows * part_bytes(geometry) + batch.num_rows * geometry.num_heads * 8 <= room
-        lengths, lines = np.diff(batch.row_starts), 128 // (geometry.num_heads // geometry.num_kv_heads if shares else 1)
-        return PromptPlan(int((-(-lengths // lines)).sum()), geometry.num_kv_heads if shares else geometry.num_heads, usual.cuts, at_once)
+        assert part_places(geometry, batch.num_rows, at_once)[-1] <= room
+        return PromptPlan(*tile_grid(geometry, batch, shares), usual.cuts, at_once)
 
     monkeypatch.setattr(cuda_attention, "prompt_plan", plan)
     return way
+
+
+def open_bench(card, name: str, blocks: int, filled: int) -> attend_checks.AttendBench:
+    bench = attend_checks.AttendBench(EmulatedDevice(card), CONFIG, name, blocks, 1, MAX_ROWS)
+    attend_checks.fill(bench, filled)
+    return bench
+
+
+def by_each_way(forced, bench: attend_checks.AttendBench, batch: Batch, y: np.ndarray) -> dict[str, np.ndarray]:
+    """What was attended, by way; none finds what another one left."""
+    found = {}
+    for way in WAYS:
+        forced[0] = WAYS[way]
+        bench.backend.device.fill(bench.out.address, bench.out.nbytes)
+        found[way] = bench.run_batch(batch, y)
+    return found
 
 
 @pytest.mark.parametrize("name, card", [("fp16", CARD), ("fp8", CARD), ("turbo5k", CARD), ("fp16", SMALL_CARD), ("fp8", ADA_CARD), ("turbo3", SMALL_CARD)],
                          ids=["fp16, warpgroups", "fp8, warpgroups", "turbo5k, warpgroups", "fp16, warps", "fp8, warps", "turbo3, warps"])
 def test_every_way_gives_the_same_bits(name, card, forced):
     """Rows on both sides of a border, in one tile and in several."""
-    device = EmulatedDevice(card)
-    bench = attend_checks.AttendBench(device, CONFIG, name, 5, 1, MAX_ROWS)
-    attend_checks.fill(bench, 256)
+    bench = open_bench(card, name, 5, 256)
     for position, rows in ((123, 135), (253, 13)):
         y = np.random.default_rng(rows).standard_normal((rows, bench.width)).astype(np.float32)
-        found = {}
-        for way in WAYS:
-            forced[0] = WAYS[way]
-            bench.backend.device.fill(bench.out.address, bench.out.nbytes)
-            found[way] = bench.run("prefill", y, position)
+        found = by_each_way(forced, bench, bench.batch("prefill", position, rows), y)
         assert relative_error(found["a block takes all"], bench.expected("prefill", y, position)) < 5e-4
         for way, bits in found.items():
             assert np.array_equal(bits, found["a block takes all"]), (position, way)
-    device.check_guards()
+    bench.backend.device.check_guards()
 
 
 @pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["warpgroups", "warps"])
 def test_a_row_has_the_same_bits_in_any_chunk(card, forced):
-    device = EmulatedDevice(card)
-    bench = attend_checks.AttendBench(device, CONFIG, "fp16", 5, 1, MAX_ROWS)
-    attend_checks.fill(bench, 128)
+    bench = open_bench(card, "fp16", 5, 128)
     for forced[0] in (None, (True, 2)):
         assert attend_checks.check_attend(bench, 127, (140, 35, 14), "prefill") < 5e-4
-    device.check_guards()
+    bench.backend.device.check_guards()
 
 
 @pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["warpgroups", "warps"])
 def test_sequences_of_other_depths_in_a_pass(card, forced):
     """Some have fewer cuts than launches, and none of their rows is touched again."""
-    device = EmulatedDevice(card)
-    bench = attend_checks.AttendBench(device, CONFIG, "fp16", 9, 1, MAX_ROWS)
-    attend_checks.fill(bench, 384)
+    bench = open_bench(card, "fp16", 9, 384)
     tables, positions, counts = ([*range(5), 6], [7], [*range(3), 8]), (330, 3, 170), (40, 5, 30)
     y = np.random.default_rng(3).standard_normal((sum(counts), bench.width)).astype(np.float32)
     batch = make_batch("prefill", [[0] * count for count in counts], list(positions), [0, 0, 0], list(tables))
-    found = {}
-    for way in WAYS:
-        forced[0] = WAYS[way]
-        found[way] = bench.run_batch(batch, y)
+    found = by_each_way(forced, bench, batch, y)
     starts = np.cumsum((0, *counts))
     for seq, (first, position, table) in enumerate(zip(starts, positions, tables)):
         alone = bench.run_batch(make_batch("prefill", [[0] * counts[seq]], [position], [0], [table]), y[first:first + counts[seq]])
         for way, bits in found.items():
             assert np.array_equal(bits[first:first + counts[seq]], alone), (way, seq)
-    device.check_guards()
+    bench.backend.device.check_guards()

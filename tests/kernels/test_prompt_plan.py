@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from q27app.kernels.cuda_prompts import cut_begin, cut_of, part_bytes, prompt_plan
+from q27app.kernels.cuda_prompts import cut_begin, cut_of, part_places, prompt_plan
 from tests.kernels.emulation.emulated_device import CARD, SMALL_CARD
 from tests.kernels.made import make_batch
 from tests.model.geometry import config_27b
@@ -27,4 +27,4 @@ def test_blocks_of_a_prompt(rows, position, grid, launches):
     config, card = config_27b(), replace(CARD, num_sms=132)
     plan = prompt_plan(card, config, make_batch("prefill", [[0] * rows], [position], [0], [[0]]), 95_000_000)
     assert (plan.grid, len(plan.launches)) == (grid, launches)
-    assert plan.at_once * rows * part_bytes(config) <= 95_000_000
+    assert part_places(config, rows, plan.at_once)[-1] <= 95_000_000

@@ -54,7 +54,7 @@ template <int CODE> struct Tiles {
         if (chunk >= RAW / 16) break;
         uint4 codes = make_uint4(0, 0, 0, 0);
         if (start + key >= first && start + key < end) codes = *reinterpret_cast<const uint4*>(raw(index) + chunk * 16);
-        expand_plain<CODE>(codes, rows, key, chunk % (ROW / 16) * 16);
+        expand_fp8(codes, rows, key, chunk % (ROW / 16) * 16);
       }
     }
   }

@@ -62,10 +62,9 @@ __device__ __forceinline__ void feed_halves(Feed feed) {
   }
 }
 
-// Codes of plain rows: pieces of 16 bytes are loaded three rounds ahead.
-template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
-  constexpr int AT_ONCE = 4, ROW = code_row_bytes(CODE), CHUNKS = KEYS * ROW / 16, ROUNDS = (CHUNKS + FEEDERS * AT_ONCE - 1) / (FEEDERS * AT_ONCE);
-  constexpr int NUMBERS = 16 * HEAD_DIM / ROW;
+// Rows of e4m3: pieces of 16 bytes are loaded three rounds ahead.
+__device__ __forceinline__ void feed_fp8(Feed feed) {
+  constexpr int AT_ONCE = 4, ROW = HEAD_DIM, CHUNKS = KEYS * ROW / 16, ROUNDS = (CHUNKS + FEEDERS * AT_ONCE - 1) / (FEEDERS * AT_ONCE);
   const int thread = threadIdx.x % FEEDERS, rounds = (feed.keys - feed.first + KEYS - 1) / KEYS * ROUNDS;
   const auto load = [&](int round, uint4 (&raw)[AT_ONCE]) {
     const int start = feed.first + round / ROUNDS * KEYS, base = round % ROUNDS * FEEDERS * AT_ONCE + thread;
@@ -83,7 +82,7 @@ template <int CODE> __device__ __forceinline__ void feed_plain(Feed feed) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int chunk = base + i * FEEDERS;
-      if (chunk < CHUNKS) expand_plain<CODE>(raw[i], rows, chunk / (ROW / 16), chunk % (ROW / 16) * NUMBERS);
+      if (chunk < CHUNKS) expand_fp8(raw[i], rows, chunk / (ROW / 16), chunk % (ROW / 16) * 16);
     }
     if (round % ROUNDS == ROUNDS - 1) feed.end();
     load(round + 3, raw);
@@ -110,7 +109,7 @@ template <int CODE> __device__ __forceinline__ void feed_tiles(Feed feed) {
 #pragma unroll 1
     for (int start = feed.first; start < feed.keys; start += KEYS) feed_turned<CODE>(feed, start);
   } else {
-    feed_plain<CODE>(feed);
+    feed_fp8(feed);
   }
 }
 

@@ -191,18 +191,13 @@ template <int KEYS> struct SwizzledRows {
   }
 };
 
-// 16 bytes of a plain row from number `number` on -> fp16.
-template <int CODE, class Layout> __device__ __forceinline__ void expand_plain(const uint4& raw, Layout rows, int key, int number) {
-  if (CODE == CODE_HALF) {
-    *rows.at(key, number) = raw;
-  } else {
-    const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+// 16 numbers of a row of e4m3 from number `number` on -> fp16.
+template <class Layout> __device__ __forceinline__ void expand_fp8(const uint4& raw, Layout rows, int key, int number) {
+  const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      *rows.at(key, number + 8 * i) =
-          make_uint4(half2_from_e4m3x2(word[2 * i] & 0xffff), half2_from_e4m3x2(word[2 * i] >> 16),
-                     half2_from_e4m3x2(word[2 * i + 1] & 0xffff), half2_from_e4m3x2(word[2 * i + 1] >> 16));
-  }
+  for (int i = 0; i < 2; ++i)
+    *rows.at(key, number + 8 * i) = make_uint4(half2_from_e4m3x2(word[2 * i] & 0xffff), half2_from_e4m3x2(word[2 * i] >> 16),
+                                               half2_from_e4m3x2(word[2 * i + 1] & 0xffff), half2_from_e4m3x2(word[2 * i + 1] >> 16));
 }
 
 // 32 numbers of a turned row, from number 32 * piece on: codes and norm.
@@ -259,45 +254,26 @@ __device__ __forceinline__ void expand_turned(const TurnedPiece<CODE>& from, int
   }
 }
 
-// A tile of 64 consecutive positions of a head -> fp16 rows in shared memory, by TILE_THREADS threads of which this is `thread`, each
+// A tile of 64 consecutive turned rows of a head -> fp16 rows in shared memory, by TILE_THREADS threads of which this is `thread`, each
 // with AT_ONCE loads in flight; keys outside [first, end) become zeros. tile: the head's part of the block of `position`, a multiple of 64.
 template <int CODE, int TILE_THREADS, int AT_ONCE = 2, class Layout>
 __device__ __forceinline__ void expand_tile(const unsigned char* tile, int position, int first, int end, Layout rows, int thread) {
-  if constexpr (is_turned(CODE)) {
-    constexpr int PIECES = HEAD_DIM / 32, ROUNDS = BLOCK_POSITIONS * PIECES / TILE_THREADS;
-    static_assert(BLOCK_POSITIONS * PIECES % TILE_THREADS == 0, "whole warps");
-    constexpr int TOGETHER = ROUNDS % AT_ONCE == 0 ? AT_ONCE : 1;   // pieces that are loaded at once
-    const float level = level_of<low_bits(CODE)>(thread);
+  constexpr int PIECES = HEAD_DIM / 32, ROUNDS = BLOCK_POSITIONS * PIECES / TILE_THREADS;
+  static_assert(BLOCK_POSITIONS * PIECES % TILE_THREADS == 0, "whole warps");
+  constexpr int TOGETHER = ROUNDS % AT_ONCE == 0 ? AT_ONCE : 1;   // pieces that are loaded at once
+  const float level = level_of<low_bits(CODE)>(thread);
 #pragma unroll 1
-    for (int first_round = 0; first_round < ROUNDS; first_round += TOGETHER) {
-      TurnedPiece<CODE> piece[TOGETHER];
+  for (int first_round = 0; first_round < ROUNDS; first_round += TOGETHER) {
+    TurnedPiece<CODE> piece[TOGETHER];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        const int at = thread + (first_round + i) * TILE_THREADS;
-        piece[i].load(tile + at / PIECES * code_row_bytes(CODE), at % PIECES);
-      }
-#pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        const int at = thread + (first_round + i) * TILE_THREADS, key = at / PIECES;
-        expand_turned<CODE>(piece[i], at % PIECES, position + key >= first && position + key < end, level, rows, key);
-      }
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int at = thread + (first_round + i) * TILE_THREADS;
+      piece[i].load(tile + at / PIECES * code_row_bytes(CODE), at % PIECES);
     }
-  } else {
-    constexpr int ROW = code_row_bytes(CODE), CHUNKS = BLOCK_POSITIONS * ROW / 16, NUMBERS = 16 * HEAD_DIM / ROW;
-#pragma unroll 1
-    for (int base = 0; base < CHUNKS; base += TILE_THREADS * AT_ONCE) {
-      uint4 raw[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int chunk = base + thread + i * TILE_THREADS, key = position + chunk / (ROW / 16);
-        raw[i] = make_uint4(0, 0, 0, 0);
-        if (chunk < CHUNKS && key >= first && key < end) raw[i] = __ldcg(reinterpret_cast<const uint4*>(tile) + chunk);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int chunk = base + thread + i * TILE_THREADS;
-        if (chunk < CHUNKS) expand_plain<CODE>(raw[i], rows, chunk / (ROW / 16), chunk % (ROW / 16) * NUMBERS);
-      }
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int at = thread + (first_round + i) * TILE_THREADS, key = at / PIECES;
+      expand_turned<CODE>(piece[i], at % PIECES, position + key >= first && position + key < end, level, rows, key);
     }
   }
 }
