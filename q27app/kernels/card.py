@@ -61,8 +61,8 @@ class Card:
 
     @property
     def row_ring(self) -> int:
-        """Units of 8 rows that a warp of the row family has on their way through shared memory (row_ring.cuh); 0: they are read as needed."""
-        return 4 if self.is_wide else 0
+        """Units of 3 to 8 rows that a warp of the row family has on their way through shared memory (row_ring.cuh)."""
+        return 4 if self.is_wide else 2
 
     def linear_tiles_defines(self) -> dict[str, int]:
         return {"WARPGROUPS": int(self.has_warpgroups), "TILE_SHARED": self.sm_shared}

@@ -51,6 +51,8 @@ RING_UNIT_BYTES = 8 * UNIT_COLS * 2 + 64
 """Of 8 rows' halves and starts (row_ring.cuh)."""
 RING_READY_BYTES = 64
 """So much more where sums take the place of starts."""
+FEW_RING_BYTES = 3 * 1024
+"""Of one or two rows that were left ready, a warp's two steps (row_ring.cuh)."""
 
 VECTOR_COLS = 8
 """A float32 matrix of at most so many columns (the convolution's taps) stays as it is."""
@@ -204,11 +206,13 @@ def without_rows(weight: CudaWeight, skip: tuple[int, int], card: Card, plans: R
 def rows_shared_bytes(rows: int, units: int, fused: bool, places: int, ring: int, ready: bool = False) -> int:
     """Dynamic shared memory of linear_rows (Memory in linear_rows.cu). units: staged ones; fused: rows that every block converts;
     ring: Card.row_ring; ready: rows that were left ready."""
-    is_few = fused or ready and rows <= FUSED_ROWS
-    sums = BLOCK_WARPS * places * GROUP_TILES * (2 if rows > 8 else 1) * (2 if is_few else 8) * 20 * 4
+    is_few, row_groups = fused or ready and rows <= FUSED_ROWS, 2 if rows > 8 else 1
+    sums = BLOCK_WARPS * places * GROUP_TILES * row_groups * (2 if is_few else 8) * 20 * 4
     fixed = 64 + 2 * 2 * 16 * 4 + ROUND_GROUPS * GATHER_BYTES + BLOCK_WARPS * PLAN_BYTES
-    ring_bytes = 0 if fused else BLOCK_WARPS * ring * (RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0))
-    return fixed + sums + (units * 16 + rows * (units * UNIT_COLS + 8) * 2 if fused else ring_bytes)
+    if fused:
+        return fixed + sums + units * 16 + rows * (units * UNIT_COLS + 8) * 2
+    unit_bytes = RING_UNIT_BYTES + (RING_READY_BYTES if ready else 0)
+    return fixed + sums + BLOCK_WARPS * (FEW_RING_BYTES if is_few else ring * unit_bytes if ring // row_groups > 1 else 0)
 
 
 def unit_count(tensor: "Tensor") -> int:

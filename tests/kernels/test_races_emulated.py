@@ -75,7 +75,7 @@ def multiply_left_rows(device: EmulatedDevice, count: int = 3) -> None:
     backend = CudaBackend(device)
     chain = follow_checks.Chain(backend, 640, follow_checks.KINDS["mix"], projected=1200)
     state = cuda_checks.open_state(backend, 640)
-    x, attended = follow_checks.odd_rows(chain, state, ("usual", "larger", *["usual"] * (count - 2)))
+    x, attended = follow_checks.odd_rows(chain, state, ("larger", "usual", *["usual"] * (count - 2))[:count])
     chain.run(state, x, attended)
     assert chain.project.shares.rounds > 1
 
@@ -121,8 +121,9 @@ def test_cuts_of_a_prompts_keys(monkeypatch, name, card, price):
 
 
 @pytest.mark.parametrize("specs", [[(130, F16), (200, Q4_G64), (200, Q4_G64)], [(72, Q4_G64)] * 2], ids=["three", "pair"])
-def test_rings_of_rows(specs):
-    device = EmulatedDevice(replace(CARD, num_sms=3), watched=ROWS)
+@pytest.mark.parametrize("card", [CARD, SMALL_CARD], ids=["card", "small card"])
+def test_rings_of_rows(specs, card):
+    device = EmulatedDevice(replace(card, num_sms=3), watched=ROWS)
     multiply_rows(device, specs)
     assert device.races().copies
     assert_clean(device.races())
@@ -138,9 +139,9 @@ def test_rings_of_rows_that_were_left_ready():
     assert_clean(device.races())
 
 
-@pytest.mark.parametrize("count", [2, 3, 16])
-def test_rows_that_were_left_for_a_norm(count):
-    device = EmulatedDevice(replace(CARD, num_sms=1), watched=ROWS)
+@pytest.mark.parametrize("count, card", [(1, CARD), (2, CARD), (2, SMALL_CARD), (3, CARD), (16, CARD)], ids=["1", "2", "2, small card", "3", "16"])
+def test_rows_that_were_left_for_a_norm(count, card):
+    device = EmulatedDevice(replace(card, num_sms=1), watched=ROWS)
     multiply_left_rows(device, count)
     assert device.races().copies
     assert_clean(device.races())
@@ -180,6 +181,11 @@ BROKEN_ROWS = {
 BROKEN_LEFT_ROWS = {
     "what sums are multiplied by is read before it is there": ("m.inverse, m.lost);\n      }\n    __syncthreads();", "m.inverse, m.lost);\n      }"),
     "the second try begins before all have seen that there is one": ("        __threadfence();\n        __syncthreads();\n        --round", "        __threadfence();\n        --round"),
+}
+BROKEN_STEPS = {
+    "lanes read what others have not waited for": ("linear_rows.cu", ("      copy_async_wait<0>();\n      __syncwarp();", "      copy_async_wait<0>();")),
+    "a step is not waited for": ("linear_rows.cu", ("      copy_async_wait<0>();\n      __syncwarp();", "      __syncwarp();")),
+    "the step after goes where this one is": ("row_ring.cuh", ("slots + (step & 1) * TURN +", "slots + (step + COUNT & 0) * TURN +")),
 }
 BROKEN_ATTEND = {
     "keys are free before their scores": ("        warpgroup_commit();\n        warpgroup_wait<0>();\n        warpgroup_settle(score);",
@@ -246,6 +252,12 @@ def test_a_broken_flow_of_states_is_found(tmp_path, what):
 @pytest.mark.parametrize("what", BROKEN_ROWS)
 def test_a_broken_ring_of_rows_is_found(tmp_path, what):
     found = finds(tmp_path, *BROKEN_ROWS[what], ROWS, lambda device: multiply_rows(device, [(200, Q4_G64)], (16,)), replace(CARD, num_sms=3))
+    assert "unordered with" in found
+
+
+@pytest.mark.parametrize("what", BROKEN_STEPS)
+def test_broken_steps_of_a_row_are_found(tmp_path, what):
+    found = finds(tmp_path, *BROKEN_STEPS[what], ROWS, lambda device: multiply_left_rows(device, 2), replace(CARD, num_sms=1))
     assert "unordered with" in found
 
 

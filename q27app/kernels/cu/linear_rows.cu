@@ -17,14 +17,16 @@
 // The products of a gate and an up are left as the next stage reads them, if a scale is known that holds for all of them (ready.cuh), and
 // what an addition makes of a row is left as the norm's stage behind it reads it (follow.cuh). Other rows, as the first of a pass, are converted: one
 // or two by every block, side by side (staging.cuh), more once, by stage_*, before.
-// What was converted comes through rings of each warp on cards with room for them (row_ring.cuh).
+// What was converted or left comes through rings of each warp (row_ring.cuh), but for more than 8 rows on cards without room.
 #include "row_ring.cuh"
 
 enum { STORE = 0, ADD = 1, GATE_UP = 2 };
 
 template <int SOURCE_, int EPILOGUE_, int NB_, int COLUMNS_> struct Shape {
   static constexpr int SOURCE = SOURCE_, EPILOGUE = EPILOGUE_, NB = NB_, COLUMNS = COLUMNS_;   // COLUMNS: rows of 8 whose sums are kept
-  static constexpr bool FUSED = SOURCE < HALVES, LEFT = SOURCE >= READY, FEW = COLUMNS == 2, RINGED = SOURCE >= HALVES && ROW_RING;   // RINGED: Q4's units
+  static constexpr bool FUSED = SOURCE < HALVES, LEFT = SOURCE >= READY, FEW = COLUMNS == 2;
+  static constexpr bool STEPPED = FEW && LEFT, RINGED = !FEW && SOURCE >= HALVES && ROW_RING / NB > 1;   // by a FewRing; Q4's units by a RowRing
+  static constexpr int SUMS = STEPPED ? 2 : 4;     // of a lane and tile
   static constexpr int TILE_SUMS = COLUMNS * 20;   // [columns][16 rows + 4]
   static constexpr int PLACE_SUMS = GROUP_TILES * NB * TILE_SUMS;
 };
@@ -38,7 +40,7 @@ template <class S> struct Memory {   // the block's shared memory
   float4* starts;       // FUSED: [units]
   uint16_t* rows;       // FUSED: [rows][stride]
   float* sums;          // [warps][places][tiles][NB][TILE_SUMS]
-  unsigned char* rings; // RINGED: [warps][RowRing::BYTES]
+  unsigned char* rings; // RINGED, STEPPED: [warps][RowRing::BYTES, FewRing::BYTES]
   int stride;
   __device__ __forceinline__ void open(unsigned char* shared, int units, int num_rows, int places) {
     inverse = reinterpret_cast<float*>(shared);
@@ -98,7 +100,7 @@ template <int KIND> __device__ __forceinline__ void fetch(Flight& flight, const 
 }
 
 // Activations of a unit.
-template <class S> __device__ __forceinline__ void activations(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int mine, int unit, int j, int lane,
+template <class S> __device__ __forceinline__ void activations(const LinearRows& p, const Memory<S>& m, const uint16_t* row, int unit, int j, int lane,
                                                                uint32_t (&b)[S::NB][8], float4 (&start)[S::NB]) {
 #pragma unroll
   for (int nb = 0; nb < S::NB; ++nb) {
@@ -107,9 +109,9 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
       low = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS), high = *reinterpret_cast<const uint4*>(row + unit * UNIT_COLS + j * UNIT_COLS + 8);
       start[nb] = m.starts[unit + j];
     } else if constexpr (S::LEFT) {
-      const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.ready.records) + unit * (READY_BYTES / 16) + (j * (READY_BYTES / 16) + nb * 64) + mine;
+      const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.ready.records) + unit * (READY_BYTES / 16) + (j * (READY_BYTES / 16) + nb * 64) + lane;
       low = from[0], high = from[32];
-      start[nb] = ready_start(reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + mine]);
+      start[nb] = ready_start(reinterpret_cast<const uint32_t*>(p.rows_in.ready.records)[unit * (READY_BYTES / 4) + (j * READY_BYTES + READY_SUMS) / 4 + nb * 32 + lane]);
     } else {
       const uint4* from = reinterpret_cast<const uint4*>(p.rows_in.halves) + unit * (S::NB * 64) + (j * S::NB + nb) * 64 + lane;
       low = from[0], high = from[32];
@@ -120,61 +122,67 @@ template <class S> __device__ __forceinline__ void activations(const LinearRows&
   }
 }
 
-// The products of half a step. ring: of RINGED's Q4; from `next` on are the units after the step, if there are `more`.
-template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const RowRing<S::NB, S::SOURCE>& ring, const uint16_t* row, int mine, int unit, int next, bool more,
-                                                                           const Flight& flight, int half, int lane, float (&acc)[GROUP_TILES][S::NB][4]) {
+// The products of half a step. ring: of RINGED's Q4; from `next` on are the units after the step, if there are `more`. few, places: of STEPPED.
+template <int KIND, class S> __device__ __forceinline__ void multiply_half(const LinearRows& p, const Memory<S>& m, const RowRing<S::NB, S::SOURCE>& ring, const FewRing& few, const FewRing::Places& places, const uint16_t* row, int unit, int next, bool more,
+                                                                           const Flight& flight, int half, int lane, float (&acc)[GROUP_TILES][S::NB][S::SUMS]) {
 #pragma unroll
   for (int j = 0; j < Step<KIND>::HALF; ++j) {
     uint32_t b[S::NB][8];
     float4 start[S::NB];
     const int n = KIND == KIND_F16 ? 0 : half * Step<KIND>::HALF + j;
-    if constexpr (KIND == KIND_Q4 && S::RINGED) ring.take(n % ring.UNITS, lane, b, start);
-    else activations<S>(p, m, row, mine, unit, n, lane, b, start);
+    if constexpr (S::STEPPED) few.take(places, n, b, start);
+    else if constexpr (KIND == KIND_Q4 && S::RINGED) ring.take(n % ring.UNITS, lane, b, start);
+    else activations<S>(p, m, row, unit, n, lane, b, start);
     if constexpr (KIND == KIND_F16) {
-      multiply_words<KIND, S::NB>(flight.words[half], 0u, b, start, acc[half]);
+      multiply_words<KIND, S::NB, S::SUMS>(flight.words[half], 0u, b, start, acc[half]);
     } else {
 #pragma unroll
       for (int t = 0; t < GROUP_TILES; ++t) {
         const int i = KIND == KIND_Q4 ? 2 * j + t : 2 * t;
-        multiply_words<KIND, S::NB>(flight.words[half] + i, flight.scales[half][i], b, start, acc[t]);
+        multiply_words<KIND, S::NB, S::SUMS>(flight.words[half] + i, flight.scales[half][i], b, start, acc[t]);
       }
     }
     if constexpr (KIND == KIND_Q4 && S::RINGED) {
       const int ahead = n + ring.UNITS, units = Step<KIND>::UNITS;
       __syncwarp();
-      ring.copy(p.rows_in, n % ring.UNITS, ahead < units ? unit + ahead : next + ahead - units, S::FEW ? p.rows : 8, lane, ahead < units || more);
+      ring.copy(p.rows_in, n % ring.UNITS, ahead < units ? unit + ahead : next + ahead - units, lane, ahead < units || more);
     }
   }
 }
 
-template <class S> __device__ __forceinline__ void leave(float* sums, float (&acc)[GROUP_TILES][S::NB][4], int lane) {
+template <class S> __device__ __forceinline__ void leave(float* sums, float (&acc)[GROUP_TILES][S::NB][S::SUMS], int lane) {
   const int g = lane >> 2, q = lane & 3;
-  float* base = sums + 40 * q + g;
+  float* base = sums + (S::STEPPED ? 20 : 40) * q + g;
 #pragma unroll
   for (int t = 0; t < GROUP_TILES; ++t)
 #pragma unroll
     for (int nb = 0; nb < S::NB; ++nb) {
-      float(&c)[4] = acc[t][nb];
+      float(&c)[S::SUMS] = acc[t][nb];
       float* target = base + (t * S::NB + nb) * S::TILE_SUMS;
-      if (!S::FEW || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
-      c[0] = c[1] = c[2] = c[3] = 0.0f;
+      if constexpr (S::STEPPED) {
+        if (q < 2) target[0] = c[0], target[8] = c[1];
+      } else if (!S::FEW || q == 0) target[0] = c[0], target[20] = c[1], target[8] = c[2], target[28] = c[3];
+#pragma unroll
+      for (int i = 0; i < S::SUMS; ++i) c[i] = 0.0f;
     }
 }
 
 // A warp's steps of one kind, up to the end of its part or of the segment. place: groups of the round that it has left.
 template <int KIND, class S>
 __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Flight& flight, Way& way, int warp, int lane, int& place) {
-  float acc[GROUP_TILES][S::NB][4] = {};
+  float acc[GROUP_TILES][S::NB][S::SUMS] = {};
   const int group_steps = p.group_steps[way.segment], staged = staged_units(p.rows_in), num_tiles = p.segments[way.segment].num_tiles, tile_bytes = p.segments[way.segment].tile_bytes;
   const int groups = (num_tiles + GROUP_TILES - 1) / GROUP_TILES;
   const uint16_t* row = m.rows + min(lane >> 2, p.rows - 1) * m.stride + (lane & 3) * 16;
-  const int mine = S::FEW ? min(lane >> 2, p.rows - 1) * 4 + (lane & 3) : lane;
+  const FewRing few{m.rings + warp * FewRing::BYTES};
+  FewRing::Places places = FewRing::places(p.rows, lane, way.left);   // a step's number is how many are left
   const RowRing<S::NB, S::SOURCE> ring{m.rings + warp * RowRing<S::NB, S::SOURCE>::BYTES};
   if constexpr (KIND == KIND_Q4 && S::RINGED) {
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < ring.UNITS; ++n) ring.copy(p.rows_in, n, way.unit + n, S::FEW ? p.rows : 8, lane, true);
+    for (int n = 0; n < ring.UNITS; ++n) ring.copy(p.rows_in, n, way.unit + n, lane, true);
   }
+  if constexpr (S::STEPPED) few.template copy<Step<KIND>::UNITS>(p.rows_in, way.left, way.unit, p.rows, lane, true);
   bool more;
 #pragma unroll 1
   do {
@@ -185,11 +193,17 @@ __device__ __forceinline__ void run(const LinearRows& p, const Memory<S>& m, Fli
     if (crosses) way.at += second, ++way.group, way.step = 0;
     if (crosses) way.second = way.group * GROUP_TILES + 1 < num_tiles ? tile_bytes : 0;
     more = way.left > 0 && way.group < groups;
+    if constexpr (S::STEPPED) {
+      copy_async_wait<0>();
+      __syncwarp();   // the step is there, and nobody reads the one before
+      few.template copy<Step<KIND>::UNITS>(p.rows_in, way.left, way.unit, p.rows, lane, more);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      multiply_half<KIND, S>(p, m, ring, row, mine, unit, way.unit, more, flight, half, lane, acc);
+      multiply_half<KIND, S>(p, m, ring, few, places, row, unit, way.unit, more, flight, half, lane, acc);
       fetch<KIND>(flight, way.at, way.second, half, lane, more);
     }
+    if (S::STEPPED) places.turn();
     if (crosses || way.left == 0) {
       leave<S>(m.place(p, warp, place), acc, lane);
       ++place;
@@ -357,6 +371,8 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       way.at = p.weights + ((long long)first.y << 32 | first.x) + lane * 16, way.second = first.z, way.left = first.w;
       by_kind(kind, begin);
     }
+    if constexpr (S::STEPPED)
+      if (round == 0) FewRing{m.rings + warp * FewRing::BYTES}.clear(lane);
     if (round == 0) {
       Norm<SOURCE> norm;
       norm.load(p.rows_in);
@@ -384,7 +400,7 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
     way.segment = plan.kinds & 3, way.group = plan.group, way.step = plan.step, way.unit = plan.unit;
     int place = 0;
     if (way.left == 0) {   // counts as one among the others of a group
-      float none[GROUP_TILES][NB][4] = {};
+      float none[GROUP_TILES][NB][S::SUMS] = {};
       leave<S>(m.place(p, warp, 0), none, lane);
     }
     while (way.left > 0) {

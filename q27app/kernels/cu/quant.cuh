@@ -39,9 +39,9 @@ struct Segment {
 // b[nb][i]: halves 2 i, 2 i + 1 of the lane's 16 columns of activation row nb * 8 + g; those of every second four columns (i & 2)
 // are divided by 16, as the upper nibbles of Q4 come out 16 times too large.
 // start[nb]: Q4's codes' offset, -8 * 2^-24 * sum over the unit, of the activation rows nb * 8 + 2 q, + 1, and the two again.
-// The sums of quantised kinds come out multiplied by 2^-24.
-template <int KIND, int NB>
-__device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, const uint32_t (&b)[NB][8], const float4 (&start)[NB], float (&acc)[NB][4]) {
+// The sums of quantised kinds come out multiplied by 2^-24. SUMS: 4 as the tensor cores have them, or the first of each two, of every second activation row.
+template <int KIND, int NB, int SUMS>
+__device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, const uint32_t (&b)[NB][8], const float4 (&start)[NB], float (&acc)[NB][SUMS]) {
   constexpr uint32_t SIXTEEN = 0x4c004c00u;
   if constexpr (KIND == KIND_F16) {
 #pragma unroll
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, 
       mma_f16(c, a[2].x, a[2].y, a[2].z, a[2].w, b[nb][4], b[nb][5]);
       mma_f16(c, a[3].x, a[3].y, a[3].z, a[3].w, half2_mul(b[nb][6], SIXTEEN), half2_mul(b[nb][7], SIXTEEN));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], c[i]);
+      for (int i = 0; i < SUMS; ++i) acc[nb][i] = __fadd_rn(acc[nb][i], c[4 / SUMS * i]);
     }
   } else {
     const float scale_low = half_to_float((uint16_t)(scales & 0xffff)), scale_high = half_to_float((uint16_t)(scales >> 16));
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_words(const uint4* a, uint32_t scales, 
                 __byte_perm(w1.w, 0, 0x4342), half2_mul(b[nb][6], SIXTEEN), half2_mul(b[nb][7], SIXTEEN));
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[nb][i] = fmaf(i < 2 ? scale_low : scale_high, c[i], acc[nb][i]);
+      for (int i = 0; i < SUMS; ++i) acc[nb][i] = fmaf(i < SUMS / 2 ? scale_low : scale_high, c[4 / SUMS * i], acc[nb][i]);
     }
   }
 }
