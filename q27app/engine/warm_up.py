@@ -31,6 +31,11 @@ PREFILLS = (64, 128, 256, 512)
 USUAL_DEPTHS = (5, 7, 4, 6, 3, 8, 2, 1)
 """Drafts of a pass as long as its text is not copied, the likeliest numbers first: what `depth` chooses in a conversation's first
 hundred steps where three to nineteen of twenty are right, with a price of a pass that grows little up to 8 rows."""
+PRICED_FIRST = 2
+"""After so many of them: what a pass costs from GROUP_ROWS + 1 rows on."""
+GROUP_ROWS = 8
+"""Rows that tensor cores take at once: one more is dearer by far than a straight line says, later ones again are not. No answer is to
+find that out by trying."""
 FEW_STEPS = 2
 """Chains whose lengths differ by less tell no price of a step."""
 STEPS = 4
@@ -40,8 +45,8 @@ SAMPLERS = (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.
 MOST_RECORDED = 1 + len(SAMPLERS)
 """Recordings of a shape: a pass, and chains behind it."""
 
-Shape = tuple[Literal["prefill", "rows", "deep", "draft"], tuple[int, ...]]
-"""What is run, and the rows of each sequence. deep: rows at the window's end."""
+Shape = tuple[Literal["prefill", "rows", "price", "deep", "draft"], tuple[int, ...]]
+"""What is run, and the rows of each sequence. price: rows without the chains behind them. deep: rows at the window's end."""
 
 
 def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: int = PREFILLS[-1]) -> list[Shape]:
@@ -55,7 +60,9 @@ def usual_shapes(num_slots: int, max_draft: int, drafts_mtp: bool, most_rows: in
     shapes += [("draft", (1,))] if drafts_mtp else []
     depths = sorted(range(1, deepest + 1), key=lambda depth: (USUAL_DEPTHS + (depth,)).index(depth))
     num_usual = sum(depth in USUAL_DEPTHS for depth in depths)
-    shapes += [("rows", (1 + depth,)) for depth in depths[:num_usual]]
+    shapes += [("rows", (1 + depth,)) for depth in depths[:PRICED_FIRST]]
+    shapes += [("price", (rows,)) for rows in sorted({GROUP_ROWS + 1, 1 + deepest}) if GROUP_ROWS < rows <= 1 + deepest]
+    shapes += [("rows", (1 + depth,)) for depth in depths[PRICED_FIRST:num_usual]]
     shapes += [("prefill", (rows,)) for rows in PREFILLS if rows <= most_rows for _ in range(1 + (rows > PREFILLS[0]))]
     shapes += [("deep", (1 + depth,)) for depth in depths[:num_usual]]
     shapes += [("rows", (1 + depth,)) for depth in depths[num_usual:]]
@@ -142,9 +149,10 @@ class WarmUp:
             ms = _timed(lambda: self._forward(batch))
             if is_alone:
                 self._prices.record_pass(batch.num_rows, ms)
-            if self._drafts_mtp and self._model.backend.is_ahead and phase == "verify":
+            goes_on = self._model.backend.is_ahead and kind == "rows"
+            if goes_on and self._drafts_mtp and phase == "verify":
                 self._run_ahead(batch)
-            elif self._model.backend.is_ahead and phase == "decode":
+            elif goes_on and phase == "decode":
                 self._run_behind(batch)
         return True
 

@@ -30,6 +30,16 @@ def test_the_likeliest_shapes_come_first_and_none_is_missing():
         assert sorted(lengths[0] - 1 for kind, lengths in usual_shapes(1, cap, False) if kind == "rows") == list(range(cap + 1))
 
 
+@pytest.mark.parametrize("cap, priced", [(15, [9, 16]), (12, [9, 13]), (8, [9]), (7, []), (0, [])])
+def test_what_a_group_of_rows_more_costs_is_asked_early(cap, priced):
+    """Where a straight line through fewer rows would promise too much."""
+    shapes = usual_shapes(1, cap, True)
+    found = [place for place, (kind, _) in enumerate(shapes) if kind == "price"]
+    assert [shapes[place][1][0] for place in found] == priced
+    before = [lengths[0] for kind, lengths in shapes[:found[0]] if kind == "rows"] if found else []
+    assert not found or before == [1, 6, 8] and found[-1] - found[0] == len(found) - 1
+
+
 @pytest.mark.parametrize("depths, price", [(warm_up.USUAL_DEPTHS, 2.0), ((5, 7), 2.0), ((5, 3), 2.0), ((5, 4, 6), 0.0), ((5,), 0.0)])
 def test_the_price_of_a_draft_step_is_what_longer_and_shorter_chains_differ_by(monkeypatch, depths, price):
     prices, clock = PassPrices(), [0.0]
@@ -58,6 +68,19 @@ def test_warming_up_records_shapes_learns_prices_and_leaves_the_slots_empty(dens
     assert len(loaded.model.replays) == num_fresh / 2 == 4 + 1 + 3 + 4, "rows alone, together, with drafts; first and further steps"
     assert all(not loaded.state.export_slot(slot).any() for slot in range(2))
     assert tell(desk) == tell(fresh)
+
+
+def test_the_prices_of_many_rows_come_without_recordings_of_their_chains(dense, monkeypatch):
+    desk = desk_of(dense, "auto", cap=15)
+    loaded, chains = desk.loaded, []
+    monkeypatch.setattr(WarmUp, "_run_ahead", lambda self, batch: chains.append(batch.num_rows))
+    monkeypatch.setattr(loaded.model.backend, "is_ahead", True)
+    monkeypatch.setattr(WarmUp, "_run_behind", lambda self, batch: None)
+    prices = PassPrices()
+    warm = WarmUp(loaded.model, loaded.state, loaded.slots, loaded.blocks, 15, True, prices)
+    while any(kind == "price" for kind, _ in warm._shapes):
+        warm.step()
+    assert set(prices.to_dict()["pass_ms"]) == {"1", "6", "8", "9", "16"} and chains == [6, 8]
 
 
 @pytest.mark.parametrize("window, differs, num_deep", [(4096, True, 3), (4096, False, 0), (3, True, 0), (0, True, 0)])
