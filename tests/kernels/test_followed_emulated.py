@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from q27app.kernels.compiler import SOURCES
@@ -54,6 +55,42 @@ def test_widths_at_the_limits(cols, is_followed):
     assert max(rows.max() for rows in errors.values()) < cuda_checks.TWO_STAGES_TOLERANCE
     assert any("followed" in name for name in names(chain)) == is_followed
     device.check_guards()
+
+
+class Watched(EmulatedDevice):
+    """Columns with something in them, by the kernels that multiplied it."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.columns: dict[str, set[int]] = {}
+
+    def launch(self, function, *args, **options) -> None:
+        before = self.filled_columns()
+        super().launch(function, *args, **options)
+        self.columns.setdefault(function.__name__, set()).update(np.flatnonzero(self.filled_columns() - before).tolist())
+
+
+def few_columns(device: Watched, kinds: str, count: int) -> set[int]:
+    chain, state = open_chain(device, 640, kinds)
+    chain.run(state, *follow_checks.odd_rows(chain, state, ("larger", "usual")[:count]))
+    return set().union(*(columns for name, columns in device.columns.items() if "followed_few" in name or "ready_few" in name))
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("kinds", ["q4", "q8", "mix"])
+def test_columns_without_a_row_are_zeros(card, kinds):
+    """What is multiplied for nothing costs power: on a card at its limit, speed. Memory of a block is full of ones at first here."""
+    assert few_columns(Watched(CARDS[card]), kinds, 1) == {0}
+    assert few_columns(Watched(CARDS[card]), kinds, 2) == {0, 2}
+
+
+def test_columns_that_nobody_clears_are_found(tmp_path):
+    sources = tmp_path / "cu"
+    shutil.copytree(SOURCES, sources)
+    text = (sources / "linear_rows.cu").read_text()
+    assert text.count(".clear(lane);") == 1
+    (sources / "linear_rows.cu").write_text(text.replace(".clear(lane);", ".places(0, lane, 0);"))
+    assert few_columns(Watched(CARD, sources=sources, watched=frozenset({"linear_rows"})), "q4", 1) == set(range(8))
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 7])

@@ -278,10 +278,16 @@ inline void halves_from_e4m3x4(uint32_t bytes, uint32_t& low, uint32_t& high) { 
 inline float exp2_quick(float value) { return exp2f(value); }
 inline uint32_t e4m3x2_from_floats(float low, float high) { return e4m3_from_float(low) | e4m3_from_float(high) << 8; }
 
+// Lanes that came to a product with something in column k of its right side.
+static long long filled_columns[8] = {};
+extern "C" void emulated_columns(long long* counts) {
+  for (int column = 0; column < 8; ++column) counts[column] += filled_columns[column];
+}
 UNSEEN inline void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const emulated::Words shown = emulated::words();
   const int lane = emulated::current % 32, g = lane >> 2, q = lane & 3;
   const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  filled_columns[g] += ((b0 | b1) & 0x7fff7fffu) != 0;
   float values[12];
   for (int i = 0; i < 12; ++i) values[i] = half_to_float(i % 2 ? mine[i / 2] >> 16 : mine[i / 2] & 0xffff);
   memcpy(shown[lane], values, sizeof(values));

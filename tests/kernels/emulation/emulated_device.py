@@ -132,6 +132,13 @@ class EmulatedDevice(ImmediateDevice):
         for library in self._libraries:
             library.emulated_late(ctypes.c_void_p(address), ctypes.c_void_p(old.ctypes.data), ctypes.c_size_t(old.nbytes))
 
+    def filled_columns(self) -> np.ndarray:
+        """int64 [8]: lanes that so far came to a product of the tensor cores with something in that column of its right side."""
+        counts = np.zeros(8, np.int64)
+        for library in self._libraries:
+            library.emulated_columns(ctypes.c_void_p(counts.ctypes.data))
+        return counts
+
     def races(self) -> Races:
         """What was seen of shared memory by the watched kernels of this process so far, all devices together."""
         found = Races()
