@@ -371,9 +371,8 @@ template <int SOURCE, int EPILOGUE, int NB, int COLUMNS> __device__ __forceinlin
       way.at = p.weights + ((long long)first.y << 32 | first.x) + lane * 16, way.second = first.z, way.left = first.w;
       by_kind(kind, begin);
     }
-    if constexpr (S::STEPPED)
-      if (round == 0) FewRing{m.rings + warp * FewRing::BYTES}.clear(lane);
     if (round == 0) {
+      if constexpr (S::STEPPED) FewRing{m.rings + warp * FewRing::BYTES}.clear(lane);
       Norm<SOURCE> norm;
       norm.load(p.rows_in);
       wait_for_earlier();

@@ -54,7 +54,8 @@ struct FewRing {
   __device__ __forceinline__ static Places places(int rows, int lane, int step) {
     const int row = lane >> 3, q = lane & 3;
     const bool is_there = row < rows && !(lane & 4);   // zeros are those of the other step, in other banks
-    return {(is_there ? row * ROW + q * 16 : SUMS + TURN) ^ (step & 1) * TURN, (is_there ? SUMS + 16 + row * 16 + q * 4 : SUMS + TURN) ^ (step & 1) * TURN};
+    const int turned = (step & 1) * TURN, zeros = SUMS + TURN;
+    return {(unsigned)((is_there ? row * ROW + q * 16 : zeros) ^ turned), (unsigned)((is_there ? SUMS + 16 + row * 16 + q * 4 : zeros) ^ turned)};
   }
   __device__ __forceinline__ void clear(int lane) const {
     if (lane < 16) *reinterpret_cast<uint4*>(slots + SUMS + lane * TURN) = make_uint4(0, 0, 0, 0);
